@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlkit import errors
-from rlkit._packages import VERSION as __version__  # noqa: N811
+from rlkit._runtime import VERSION as __version__  # noqa: N811
 from rlkit.backends import connect, reference_logprobs, sampler
 from rlkit.errors import *  # noqa: F403
 from rlkit.errors import __all__ as _errors

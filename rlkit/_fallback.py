@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from rlkit._warn import warn
+from rlkit._runtime import warn
 
 __all__ = ["REFUSALS", "NotSupportedHere", "Outcome", "try_path"]
 

@@ -15,8 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from rlkit._packages import missing
-from rlkit._warn import warn
+from rlkit._runtime import missing, warn
 from rlkit.errors import ConfigError
 
 __all__ = ["Interpolated", "append", "cut", "from_json", "owned", "plain", "read", "replacing", "synced", "to_json"]

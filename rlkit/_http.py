@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlkit._hosts import LET_IN, most_connections
-from rlkit._resource import DaemonExecutor, Resource, Threads
+from rlkit._runtime import Resource
+from rlkit._threads import DaemonExecutor, Threads
 from rlkit.errors import BackendError
 
 __all__ = ["Listener"]

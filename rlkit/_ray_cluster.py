@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.errors import BackendTimeout, ConfigError
 
 __all__ = ["Place", "check", "connected", "on_loopback"]
@@ -48,7 +48,7 @@ def check(options: Mapping[str, object], where: str, names: tuple[str, ...], wha
     fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
     _check.require(fits, f"{where}['placement_group']", group, "a Ray placement group, or the name of one")
     if importlib.util.find_spec("ray") is None:
-        raise _packages.missing(what, "ray", "ray")
+        raise _runtime.missing(what, "ray", "ray")
 
 
 def connected() -> ModuleType:

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.errors import ConfigError, DataError
 
 Number: TypeAlias = float | np.number[Any] | np.bool_

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit._packages import VERSION
+from rlkit._runtime import VERSION
 from rlkit.errors import RlkitError
 
 __all__ = ["main"]

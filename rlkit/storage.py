@@ -14,7 +14,7 @@ import numpy as np
 
 from rlkit import _check, _files
 from rlkit._files import plain, synced
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import attrs
 
 from rlkit import _check
-from rlkit._resource import Resource
+from rlkit._runtime import Resource
 from rlkit.errors import ConfigError
 from rlkit.tracking.several import QueuedDelivery
 from rlkit.trajectory import Group, Trajectory

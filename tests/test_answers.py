@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit import _packages
+from rlkit import _runtime
 from rlkit.answers import _equality, between_tags, boxed, last_number, math_equal
 from rlkit.errors import BackendError, ConfigError
 from tests.each import for_each
@@ -251,7 +251,7 @@ def test_math_equal_takes_any_text(text):
 def test_what_cannot_be_started(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=re.escape(_packages.command("math"))):
+        with pytest.raises(ConfigError, match=re.escape(_runtime.command("math"))):
             _equality._Process()
     if importlib.util.find_spec("math_verify") is not None:
         broken = tmp_path / "worker.py"

@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from rlkit import _packages
+from rlkit import _runtime
 from tests.install import first_hour, programs
 
 ROOT = Path(__file__).parents[1]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def command(monkeypatch, root, record, *extras):
-    """The command where rlkit lies in ``root`` and its distribution's direct_url.json is ``record``."""
-    text = record if isinstance(record, (str, type(None))) else json.dumps(record)
-    monkeypatch.setattr(_packages, "ROOT", root)
-    found = types.SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
-    monkeypatch.setattr(_packages.importlib.metadata, "distribution", lambda name: found)
-    return _packages.command.__wrapped__(*extras)
-
-
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        (None, "pip install 'rlkit-lm[a,b]'"),
-        ("no JSON", "pip install 'rlkit-lm[a,b]'"),
-        ({}, "pip install 'rlkit-lm[a,b]'"),
-        ({"url": "file:///x/rlkit", "dir_info": {}}, "pip install 'rlkit-lm[a,b] @ file:///x/rlkit'"),
-        ({"url": "file:///x/r.whl", "archive_info": {}}, "pip install 'rlkit-lm[a,b] @ file:///x/r.whl'"),
-        (
-            {"url": "https://example.org/r.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
-            f"pip install 'rlkit-lm[a,b] @ git+https://example.org/r.git@{COMMIT}'",
-        ),
-        (
-            {"url": "https://example.org/r.zip", "archive_info": {}, "subdirectory": "python"},
-            "pip install 'rlkit-lm[a,b] @ https://example.org/r.zip#subdirectory=python'",
-        ),
-    ],
-)
-def test_as_it_was_installed(monkeypatch, tmp_path, record, expected):
-    """From an index by name; from a folder, wheel or repository by its address, which pip records."""
-    assert command(monkeypatch, tmp_path, record, "a", "b") == expected
-
-
-def test_a_checkout(monkeypatch, tmp_path):
-    """A working tree, installed with -e or only on the path, is installed with -e again; spaces are quoted."""
+def test_the_command_that_installs_an_extra(monkeypatch, tmp_path):
+    """A working tree is installed with -e again, spaces quoted; anything else by name."""
+    monkeypatch.setattr(_runtime, "ROOT", tmp_path / "my tree")
+    assert _runtime.command("a", "b") == "pip install 'rlkit-lm[a,b]'"
     (tmp_path / "my tree").mkdir()
     (tmp_path / "my tree" / "pyproject.toml").touch()
-    assert command(monkeypatch, tmp_path / "my tree", None, "a") == f"pip install -e '{tmp_path}/my tree[a]'"
-
-
-def test_not_installed(monkeypatch, tmp_path):
-    """Without a distribution there is the name."""
-
-    def missing(name):
-        raise _packages.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(_packages, "ROOT", tmp_path)
-    monkeypatch.setattr(_packages.importlib.metadata, "distribution", missing)
-    assert _packages.command.__wrapped__("a") == "pip install 'rlkit-lm[a]'"
+    assert _runtime.command("a") == f"pip install -e '{tmp_path}/my tree[a]'"
 
 
 SOURCES = sorted([*(ROOT / "rlkit").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
@@ -86,7 +42,7 @@ def test_no_message_names_a_distribution_that_is_nowhere():
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
-        if path.name != "_packages.py"
+        if path.name != "_runtime.py"
         for line, text in texts(path)
         if re.search(r"rlkit-lm\[|pip install ['\"]?rlkit", text)
     ]
@@ -94,14 +50,14 @@ def test_no_message_names_a_distribution_that_is_nowhere():
 
 
 def test_every_extra_that_is_named_exists():
-    """``_packages.command("...")`` everywhere in the code names extras of pyproject.toml."""
+    """``_runtime.command("...")`` everywhere in the code names extras of pyproject.toml."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     named = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_packages.command":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_runtime.command":
                 named |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     assert len(named) > 6
     assert named <= extras.keys()
@@ -131,7 +87,7 @@ except rlkit.ConfigError as error:
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_packages.command('rollouts')}"
+    assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_runtime.command('rollouts')}"
 
 
 def install_lines():

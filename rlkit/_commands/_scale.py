@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from rlkit import _packages
+from rlkit import _runtime
 from rlkit.errors import ConfigError
 
 __all__ = ["check_servers", "report"]
@@ -82,7 +82,7 @@ def _vllm() -> str:
 
 def _ray() -> str:
     if importlib.util.find_spec("ray") is None:
-        return f"missing: {_packages.command('ray')}"
+        return f"missing: {_runtime.command('ray')}"
     from rlkit import _ray_cluster
 
     began = time.monotonic()

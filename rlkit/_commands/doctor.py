@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlkit._packages import missing
+from rlkit._runtime import missing
 from rlkit.errors import ConfigError
 
 __all__ = ["add_options", "run"]
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Return 1 where a key or what --scale tries does not work, or a device computes something wrong, else 0."""
-    from rlkit._packages import VERSION
+    from rlkit._runtime import VERSION
 
     if options.device is not None:
         return _check_device(options)

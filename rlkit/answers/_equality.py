@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.errors import BackendError, BackendTimeout, ConfigError
 
 __all__ = ["between_tags", "boxed", "last_number", "math_equal"]
@@ -228,7 +228,7 @@ class _Pool:
 class _Process:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(f"math_equal needs math-verify; run: {_packages.command('math')}")
+            raise ConfigError(f"math_equal needs math-verify; run: {_runtime.command('math')}")
         # What a model wrote is evaluated there: it gets none of the keys that are in the environment.
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)

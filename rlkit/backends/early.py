@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rlkit import _check
-from rlkit._packages import has_torch, missing
+from rlkit._runtime import has_torch, missing
 from rlkit.backends.hub import hub_source
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry

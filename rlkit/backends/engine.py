@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 import numpy as np
 
-from rlkit._resource import Resource
 from rlkit._rows import TokenIds
+from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.errors import BackendError
 from rlkit.futures import Future

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._rows import TokenIds
 from rlkit.backends.hub import hub_source
 from rlkit.backends.protocol import Tokenizer
@@ -249,7 +249,7 @@ def tokenizer_from(given: str | os.PathLike[str] | Tokenizer | PreTrainedTokeniz
         try:
             transformers = importlib.import_module("transformers")
         except ImportError as error:
-            raise ConfigError(f"tokenizer: reading one needs transformers: {_packages.command('local')}") from error
+            raise ConfigError(f"tokenizer: reading one needs transformers: {_runtime.command('local')}") from error
         path = hub_source(os.fspath(given), "tokenizer", "tokenizer_config.json")
         try:
             source = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)

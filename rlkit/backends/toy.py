@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._resource import Resource
 from rlkit._rows import TokenIds
+from rlkit._runtime import Resource
 from rlkit.backends import saves
 from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer

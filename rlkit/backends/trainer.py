@@ -28,8 +28,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._resource import Resource
-from rlkit._warn import Line, users_line, warn_at
+from rlkit._runtime import Resource
 from rlkit.backends import saves
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Sampler, Tokenizer
 from rlkit.backends.sampling import SeedStream
@@ -324,7 +323,7 @@ class Worker:
         self._loop = _Loop(background or _Idle())
         self.wake = self._loop.wake  # not a method of this class: a background keeps it, and would keep the worker
         self._name, self._process = name, os.getpid()
-        self._thread = threading.Thread(target=self._loop.run, args=(users_line(),), name=f"rlkit-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run, name=f"rlkit-{name}", daemon=True)
         self._thread.start()
         _running[self._loop] = self._thread
         # A finalizer that held ``self`` would keep the worker alive. At exit ``_end_all`` does more.
@@ -397,9 +396,8 @@ class _Loop:
         """Have the thread ask ``background.delay()`` again."""
         self.jobs.put(_WAKE)
 
-    def run(self, opened: Line) -> None:
-        """Run jobs and the background until ``_END``; ``opened`` is the user's line, for warnings."""
-        warn_at(opened)
+    def run(self) -> None:
+        """Run jobs and the background until ``_END``."""
         closing = False
         while True:
             delay = 0 if closing else self.background.delay()

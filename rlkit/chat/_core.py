@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._interaction import Action, Message, Observation
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat._rendering import RendererPrompts, find_renderer
 from rlkit.chat.messages import is_list, read_messages, read_text

@@ -14,8 +14,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._interaction import Action, Message
-from rlkit._packages import missing
-from rlkit._warn import warn
+from rlkit._runtime import missing, warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.templates import (
     CUT,

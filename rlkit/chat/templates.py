@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._interaction import Action, Message
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
@@ -67,7 +67,7 @@ class Template:
             import jinja2
             import jinja2.meta
         except ImportError as error:
-            raise ConfigError(f"chat templates need jinja2; run: {_packages.command('chat')}") from error
+            raise ConfigError(f"chat templates need jinja2; run: {_runtime.command('chat')}") from error
         environment = _environment(dt.datetime.now().astimezone())
         try:
             self._compiled = environment.from_string(text)

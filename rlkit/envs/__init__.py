@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkit._packages import lazy_names
+from rlkit._runtime import lazy_names
 from rlkit.envs import calling as calling
 from rlkit.envs._from_function import function
 from rlkit.envs._from_gymnasium import gymnasium

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar, cast
 
 import attrs
 
-from rlkit import _check, _orphans, _packages
+from rlkit import _check, _orphans, _runtime
 from rlkit._program import spelled
 from rlkit.envs._adapters import function_schema, package
 from rlkit.envs._child import said
@@ -400,7 +400,7 @@ def mcp(
     >>> tasks.name, len(tasks)
     ('mcp', 1)
     """
-    package("mcp", "mcp", _packages.command("mcp"))
+    package("mcp", "mcp", _runtime.command("mcp"))
     turns = Turns(format, malformed_reward, max_result)
     if tools is not None:
         listed = isinstance(tools, Sequence) and not isinstance(tools, str)

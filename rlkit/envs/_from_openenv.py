@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import attrs
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.envs import _adapters, calling
 from rlkit.envs._adapters import package, untitled
 from rlkit.envs._child import Child
@@ -240,7 +240,7 @@ def openenv(
         ConfigError: an argument is not what it should be, or websockets is not installed.
         EnvError: the server does not start or does not answer as one of OpenEnv; EnvBusy: it cannot be reached.
     """
-    package("openenv", "websockets", _packages.command("openenv"))
+    package("openenv", "websockets", _runtime.command("openenv"))
     _check.integer("size", size, low=1, high=2**30)
     _check.real("malformed_reward", malformed_reward)
     _check.real("timeout", timeout, above=0.0)

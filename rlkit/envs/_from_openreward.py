@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.envs import calling
 from rlkit.envs._adapters import function_schema, package
 from rlkit.envs.protocol import Action, Message, StepResult, Tasks, TaskSettings, check_name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["openreward"]
 
-_INSTALL = _packages.command("openreward")
+_INSTALL = _runtime.command("openreward")
 _BUSY = (429, 502, 503, 504)
 _calling: contextvars.ContextVar[bool] = contextvars.ContextVar("_calling", default=False)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import attrs
 import numpy as np
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.envs import _adapters
 from rlkit.envs._adapters import Stream, package, shield
 from rlkit.envs.protocol import Action, StepResult, Tasks, TaskSettings, check_name
@@ -72,7 +72,7 @@ def reasoning_gym(
     >>> env.step(Action("So: <answer>2</answer>")).reward, env.step(Action("7")).reward
     (1.0, 0.0)
     """
-    factory = package("reasoning_gym", "reasoning_gym", _packages.command("reasoning-gym"))
+    factory = package("reasoning_gym", "reasoning_gym", _runtime.command("reasoning-gym"))
     _check.integer("size", size, low=1, high=10**6)
     _check.integer("seed", seed, low=0)
     _check.choice("split", split, _adapters.SPLITS)

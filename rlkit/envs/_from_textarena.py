@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Protocol, cast
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit.envs import _adapters
 from rlkit.envs._adapters import Stream, package, shield
 from rlkit.envs.protocol import Action, StepResult, Tasks, TaskSettings, check_name
@@ -117,7 +117,7 @@ def textarena(
 
 
 def _arena(module: str = "") -> ModuleType:
-    return package("textarena", f"textarena.{module}".rstrip("."), _packages.command("textarena"))
+    return package("textarena", f"textarena.{module}".rstrip("."), _runtime.command("textarena"))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit._resource import DaemonExecutor, Threads
+from rlkit._threads import DaemonExecutor, Threads
 from rlkit.envs._checked import first_observation, reward, shown, step_result
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError

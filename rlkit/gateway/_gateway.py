@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlkit import _check
 from rlkit._hosts import is_loopback
-from rlkit._packages import missing
-from rlkit._resource import Resource
+from rlkit._runtime import Resource, missing
 from rlkit.backends.protocol import Sampler
 from rlkit.chat import Chat
 from rlkit.errors import BackendError, ConfigError, RlkitError

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._interaction import Message
-from rlkit._resource import Resource
+from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.errors import DataError
 from rlkit.gateway import _history

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlkit._hosts import is_loopback, is_own_name, is_web_page, let_in
 from rlkit._http import Listener
-from rlkit._packages import VERSION
+from rlkit._runtime import VERSION
 from rlkit.gateway._session import Session
 from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.body import Call, Event, Json

@@ -6,7 +6,7 @@ parameter names are the inputs that a datum must carry.
 
 from __future__ import annotations
 
-from rlkit._packages import has_torch, missing
+from rlkit._runtime import has_torch, missing
 
 if not has_torch():
     raise missing("rlkit.losses", "torch", "torch")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from rlkit import _check, _packages, backends, storage, tracking
+from rlkit import _check, _runtime, backends, storage, tracking
 from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
 from rlkit.chat.templates import Template
 from rlkit.config import dump
@@ -213,7 +213,7 @@ def _check_tracker(monitor: Monitor) -> None:
     package = getattr(kind, "package", None)
     if package is not None and importlib.util.find_spec(package) is None:
         what = f"is {monitor.monitor_type!r}, whose package {package} is not installed"
-        raise ConfigError("monitor.monitor_type", what, f"null, or {_packages.command(kind.extra)}")
+        raise ConfigError("monitor.monitor_type", what, f"null, or {_runtime.command(kind.extra)}")
     if monitor.monitor_args is not None:
         try:
             inspect.signature(kind).bind(**monitor.monitor_args)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._secrets import redact
 from rlkit.errors import ConfigError
 from rlkit.report import _curves
@@ -138,7 +138,7 @@ def _picture(panels: Sequence[_curves.Chart]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return f"<br><i>{html.escape(_packages.command('report'))} shows the curves here</i>"
+        return f"<br><i>{html.escape(_runtime.command('report'))} shows the curves here</i>"
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.4 * columns, 2.2 * rows), layout="constrained", facecolor="white")

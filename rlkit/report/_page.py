@@ -17,7 +17,7 @@ import attrs
 
 from rlkit import _check, storage
 from rlkit._files import plain, replacing
-from rlkit._packages import VERSION
+from rlkit._runtime import VERSION
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError, DataError

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check, storage
-from rlkit._resource import Resource
+from rlkit._runtime import Resource
 from rlkit.backends.protocol import LiveSampler, LiveSampling, Sampler, TrainerBackend
 from rlkit.envs.protocol import TaskSource
 from rlkit.errors import ConfigError, DataError, UnsupportedError

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import numpy as np
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._check import checked
-from rlkit._packages import PACKAGE
+from rlkit._runtime import PACKAGE
 from rlkit.envs.protocol import TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
 from rlkit.trajectory.types import read_only
@@ -294,7 +294,7 @@ class Plan:
         executor.check_options(options)
         self._check_retry()
         if self.progress and importlib.util.find_spec("rich") is None:
-            raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_packages.command('rollouts')}")
+            raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_runtime.command('rollouts')}")
         _ = self.settings  # the rest is checked there
 
     def _check_retry(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from rlkit import _check, backends
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends import Sampler, saves
 from rlkit.backends.protocol import Storage
 from rlkit.errors import CheckpointError, ConfigError

@@ -16,8 +16,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check, backends
+from rlkit._runtime import warn
 from rlkit._shuffle import epoch_places
-from rlkit._warn import warn
 from rlkit.backends.options import LocalKwargs, TinkerKwargs, ToyKwargs
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import ConfigError, RlkitError

@@ -16,8 +16,8 @@ import attrs
 
 from rlkit import _check
 from rlkit._files import plain, replacing
+from rlkit._runtime import warn
 from rlkit._secrets import SECRET
-from rlkit._warn import warn
 from rlkit.backends.sampling import entropy_of
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.runs.record import CHECKPOINTS, POLICIES, Record, Stateful, capture, encode, restore

@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.errors import ConfigError
 
 __all__ = ["Lock", "OpenRun", "opened", "take_over"]

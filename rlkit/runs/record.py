@@ -25,7 +25,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._check import checked
 from rlkit._files import from_json, to_json
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends import saves
 from rlkit.errors import BackendError, CheckpointError, ConfigError, RlkitError
 

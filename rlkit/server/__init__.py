@@ -6,7 +6,7 @@ socket.
 
 from __future__ import annotations
 
-from rlkit._packages import has_torch, missing
+from rlkit._runtime import has_torch, missing
 
 if not has_torch():
     raise missing("rlkit.server, which runs losses that are sent to it,", "torch", "serve")

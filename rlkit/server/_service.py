@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rlkit import _check
-from rlkit._resource import Resource
+from rlkit._runtime import Resource
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError

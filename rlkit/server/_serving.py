@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit import _check
 from rlkit._hosts import is_loopback, is_own_name, is_web_page, let_in
-from rlkit._packages import missing
-from rlkit._resource import Resource
+from rlkit._runtime import Resource, missing
 from rlkit.backends import connect, registry
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.tokenizers import source_of

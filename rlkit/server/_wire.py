@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 import attrs
 import numpy as np
 
-from rlkit._packages import missing
+from rlkit._runtime import missing
 
 if TYPE_CHECKING:
     from tinker.proto import tinker_public_pb2 as proto

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkit._packages import lazy_names
+from rlkit._runtime import lazy_names
 
 if TYPE_CHECKING:
     from rlkit.testing._faketinker import FakeTinker, Seen

@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit import _check
-from rlkit._packages import missing
+from rlkit._runtime import missing
 from rlkit.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:

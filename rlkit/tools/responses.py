@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlkit._interaction import Message
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.tools._reading import Findings
 from rlkit.tools.types import Malformed, Parsed
 

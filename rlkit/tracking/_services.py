@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._secrets import masked, redact
 from rlkit.errors import ConfigError
 from rlkit.tracking import protocol
@@ -45,7 +45,7 @@ class ServiceTracker(ABC):
     def __init__(self, *, config: object = None, trajectories: int = 8) -> None:
         if importlib.util.find_spec(self.package) is None:
             text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
-            raise ConfigError(f"{text}install it with {_packages.command(self.extra)}")
+            raise ConfigError(f"{text}install it with {_runtime.command(self.extra)}")
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError("config", f"got {redact(_check.describe(config))}", "a mapping")
         self._config: dict[str, object] = masked(config or {})

@@ -15,8 +15,8 @@ import numpy as np
 
 from rlkit import _check, _files, storage
 from rlkit._files import from_json, replacing, synced, to_json
+from rlkit._runtime import warn
 from rlkit._secrets import masked, redact
-from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import _training, protocol

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from rlkit import _check
-from rlkit._resource import Resource
+from rlkit._runtime import Resource
 from rlkit._secrets import redact
 from rlkit.errors import ConfigError
 from rlkit.tracking import _training, protocol

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import _resource
+from rlkit import _threads
 from rlkit.envs import Action, StepResult, Task, calling
 from rlkit.envs.calling import Guarded, abandoned, call
 
@@ -662,8 +662,8 @@ def test_threads_inside_of_environments_are_daemons():
 
 def test_threads_without_work_end(monkeypatch):
     """And while there is work, they are used again."""
-    monkeypatch.setattr(_resource, "_IDLE", 0.2)
-    threads = _resource.Threads("rlkit-test")
+    monkeypatch.setattr(_threads, "_IDLE", 0.2)
+    threads = _threads.Threads("rlkit-test")
     seen = []
     for _ in range(20):
         both = [threading.Event(), threading.Event()]
@@ -679,7 +679,7 @@ def test_threads_without_work_end(monkeypatch):
 
 def test_threads_end_with_their_executor():
     """Those that wait for work at once, a running one when it is done; nothing waits for it."""
-    executor = _resource.DaemonExecutor(_resource.Threads("rlkit-ending"))
+    executor = _threads.DaemonExecutor(_threads.Threads("rlkit-ending"))
     go_on, threads = threading.Event(), []
     for work in (lambda: go_on.wait(LONG), lambda: None):
         begun = threading.Event()
@@ -701,7 +701,7 @@ def test_threads_end_with_their_executor():
 
 def test_threads_of_which_there_may_be_few():
     """Work beyond them waits, in order, and what is cancelled meanwhile is never begun."""
-    executor = _resource.DaemonExecutor(_resource.Threads("rlkit-test", most=2))
+    executor = _threads.DaemonExecutor(_threads.Threads("rlkit-test", most=2))
     go_on, began = threading.Event(), []
     running = [executor.submit(go_on.wait, LONG) for _ in range(2)]
     waiting = [executor.submit(began.append, i) for i in range(6)]

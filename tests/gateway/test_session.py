@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import BackendError, ConfigError, Future, SamplingParams, _resource
+from rlkit import BackendError, ConfigError, Future, SamplingParams, _threads
 from rlkit.chat import Chat
 from rlkit.gateway import Draw, Gateway, GatewayError, Limits, Request
 from rlkit.gateway import _gateway as gateway_module
@@ -343,7 +343,7 @@ def test_more_messages_than_the_context_has_tokens_are_not_rendered():
 
 def test_closing_waits_for_no_template(monkeypatch):
     """Renderings that their clients gave up end by themselves, and those that wait for a thread are never begun."""
-    monkeypatch.setattr(_resource, "_IDLE", 0.1)
+    monkeypatch.setattr(_threads, "_IDLE", 0.1)
     go_on, began = threading.Event(), []
 
     class Slow(type(TOKENIZER)):

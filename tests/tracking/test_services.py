@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from rlkit import ConfigError, DataError, Sample, _packages
+from rlkit import ConfigError, DataError, Sample, _runtime
 from rlkit.runs import Run
 from rlkit.tracking import Several, for_run, registry
 from rlkit.trajectory import Group, Trajectory, Turn
@@ -77,7 +77,7 @@ def leaks(folder):
 @pytest.mark.parametrize(("name", "extra"), [(n, n) for n in ("wandb", "tensorboard", "trackio", "mlflow")])
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=re.escape(_packages.command(extra))):
+    with pytest.raises(ConfigError, match=re.escape(_runtime.command(extra))):
         registry[name](str(tmp_path))
 
 

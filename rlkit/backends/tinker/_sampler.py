@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._resource import Resource
 from rlkit._rows import TokenIds
+from rlkit._runtime import Resource
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, check_prompt, check_request, check_targets
 from rlkit.backends.tinker import _requests

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.protocol import Route
 from rlkit.backends.tinker import _routes
 from rlkit.backends.tinker._requests import ServiceExecutor

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from rlkit import _check, _packages
+from rlkit import _check, _runtime
 from rlkit._hosts import is_loopback
 from rlkit.backends import saves
 from rlkit.backends.protocol import Tokenizer
@@ -261,7 +261,7 @@ def sdk() -> ModuleType:
     try:
         return importlib.import_module("tinker")
     except ImportError as error:
-        raise ConfigError(f"connect('tinker') needs the package tinker: {_packages.command('tinker')}") from error
+        raise ConfigError(f"connect('tinker') needs the package tinker: {_runtime.command('tinker')}") from error
 
 
 @attrs.frozen

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._packages import missing
 from rlkit._rows import HIGHEST
+from rlkit._runtime import missing
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
 from rlkit.types import Sample, SamplingParams

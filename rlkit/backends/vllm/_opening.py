@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rlkit import _check
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tokenizers import tokenizer_from

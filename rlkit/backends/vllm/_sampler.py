@@ -22,8 +22,8 @@ from typing import Literal, Protocol, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._resource import Resource
 from rlkit._rows import TokenIds
+from rlkit._runtime import Resource
 from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request

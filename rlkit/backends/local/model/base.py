@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rlkit._fallback import REFUSALS, Outcome, try_path
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.early import device_of
 from rlkit.backends.hub import hub_source
 from rlkit.backends.local.attention.tree import Segment, TreeAttention, announced, context, layer_windows, shorten

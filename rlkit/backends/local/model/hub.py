@@ -20,7 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
-from rlkit import _packages
+from rlkit import _runtime
 from rlkit._files import synced
 from rlkit.backends.early import SMOLLM2, check_model
 from rlkit.errors import CheckpointError, UnsupportedError
@@ -145,7 +145,7 @@ def _convert_once(gguf: Path, target: Path, digest: str) -> None:
     missing = [name for name in ("gguf", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"converting {SMOLLM2} needs {' and '.join(missing)}"
-        raise UnsupportedError(f"{what}; run: {_packages.command('local', 'gguf')}")
+        raise UnsupportedError(f"{what}; run: {_runtime.command('local', 'gguf')}")
     from filelock import FileLock  # comes with transformers
 
     with FileLock(f"{target}.lock"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.local.model.base import PROCESS_WIDE, Base
 from rlkit.backends.local.products.lora_linear import adapter_of
 from rlkit.errors import ConfigError, UnsupportedError

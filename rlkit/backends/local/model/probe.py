@@ -33,8 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlkit._fallback import Outcome
-from rlkit._packages import PACKAGE, VERSION
-from rlkit._warn import warn
+from rlkit._runtime import PACKAGE, VERSION, warn
 from rlkit.backends.local.attention.tree import layer_windows, shorten, thresholds
 from rlkit.backends.local.model.hub import cache_folder
 from rlkit.backends.local.model.memory import gathered, weights_of

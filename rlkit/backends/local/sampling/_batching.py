@@ -27,7 +27,7 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit._warn import warn
+from rlkit._runtime import warn
 from rlkit.backends.local.cache.kv_cache import CachedTokens, KVCache, SharedPrefix
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, Together, block_names
 from rlkit.backends.local.model.base import Base

@@ -1,4 +1,4 @@
-"""Objects that hold threads, connections or memory until closed, and threads in which a call may be abandoned."""
+"""Threads in which a call may be abandoned: a pool, and the same as an executor."""
 
 from __future__ import annotations
 
@@ -6,31 +6,9 @@ import concurrent.futures
 import itertools
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, NoReturn, ParamSpec, Self, TypeVar
-
-
-class Resource(ABC):
-    """A context manager that closes itself, and cannot be pickled or copied."""
-
-    _instead: ClassVar[str] = "open a separate one in each process"
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what it holds. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        what = f"a {type(self).__name__} holds threads, connections or memory, and cannot be pickled or copied"
-        raise TypeError(f"{what}; {self._instead}")
-
+from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

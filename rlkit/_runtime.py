@@ -1,59 +1,40 @@
-"""The command that installs rlkit, what is missing, and names of packages that are imported on first use."""
+"""Packages that are missing or imported on first use, warnings at the user's line, and what has to be closed."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
-import json
+import inspect
 import shlex
 import sys
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar, NoReturn, Self
 
 from rlkit.errors import MissingPackageError
 
-__all__ = ["PACKAGE", "VERSION", "command", "has_torch", "lazy_names", "missing"]
+__all__ = ["PACKAGE", "VERSION", "Resource", "command", "has_torch", "lazy_names", "missing", "warn"]
 
-NAME = "rlkit-lm"  # of the distribution; "rlkit" on PyPI is another project
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).parent
 ROOT = PACKAGE.resolve().parent
+_NAME = "rlkit-lm"  # of the distribution; "rlkit" on PyPI is another project
 
 
-@cache
 def command(*extras: str) -> str:
-    """Return a working ``pip install`` command: from the tree, archive or repository rlkit came from, else by name.
+    """Return the ``pip install`` command for some extras: of the checkout that rlkit runs from, else by name.
 
     >>> command("report").startswith("pip install ")
     True
     """
     wanted = f"[{','.join(extras)}]" if extras else ""
-    if (ROOT / "pyproject.toml").is_file():  # a checkout, installed with -e or on the path
+    if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{ROOT}{wanted}')}"
-    source = _source()
-    return f"pip install {_quoted(f'{NAME}{wanted} @ {source}' if source else f'{NAME}{wanted}')}"
-
-
-def _source() -> str | None:
-    """Return the source of the installed distribution as a requirement (PEP 610); None: an index."""
-    try:
-        text = importlib.metadata.distribution(NAME).read_text("direct_url.json")
-        origin = json.loads(text) if text else None
-        url = str(origin["url"]) if origin else None
-        if origin and url and "vcs_info" in origin:
-            url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
-        if origin and "subdirectory" in origin:
-            url = f"{url}#subdirectory={origin['subdirectory']}"
-    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return url
-
-
-def _quoted(requirement: str) -> str:
-    return f"'{requirement}'" if "'" not in requirement else shlex.quote(requirement)
+    return f"pip install '{_NAME}{wanted}'"
 
 
 @cache
@@ -91,3 +72,35 @@ def lazy_names(
         return value
 
     return get, lambda: sorted({*vars(sys.modules[package]), *places})
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
+    """Warn as ``warnings.warn`` does, at the user's line; in a thread of rlkit's own, at the caller's line."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and _package(frame) == "rlkit":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=2 if frame is None or _package(frame) == "threading" else level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+class Resource(ABC):
+    """A context manager that closes itself, and cannot be pickled or copied."""
+
+    _instead: ClassVar[str] = "open a separate one in each process"
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        what = f"a {type(self).__name__} holds threads, connections or memory, and cannot be pickled or copied"
+        raise TypeError(f"{what}; {self._instead}")
