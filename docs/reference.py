@@ -96,7 +96,7 @@ OBJECTS = {
         "rlkit": "connect sampler Datum Sample SamplingParams Adam Lora Future ForwardBackwardOutput",
         "rlkit.backends": "TrainerBackend Sampler Tokenizer",
         "rlkit.backends.protocol": "Critic TopK TargetLogprobs PromptLogprobs LiveSampler LiveSampling",
-        "rlkit.backends.engine": "SamplingEngine LiveEngine LoraAdapter",
+        "rlkit.backends.samplers": "SamplingEngine LiveEngine LoraAdapter",
         "rlkit.backends.local.distributed": "Processes",
         "rlkit.backends.vllm": "Vllm open_sampler VllmSampler VllmClient",
     },

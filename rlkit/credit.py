@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check, advantages, metrics
-from rlkit._shuffle import epoch_order
+from rlkit._seeds import epoch_order
 from rlkit.advantages import token_weights
 from rlkit.advantages.tokens import MODES
 from rlkit.backends import reference_logprobs

@@ -13,7 +13,7 @@ import pytest
 import rlkit
 from benchmarks import cost_model
 from benchmarks.cost_model import DEVICES, MODELS, Device, Model, Work
-from rlkit.backends.engine import ADAPTER
+from rlkit.backends.samplers import ADAPTER
 
 torch = pytest.importorskip("torch")
 httpx = pytest.importorskip("httpx")

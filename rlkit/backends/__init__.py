@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
-from rlkit.backends._reference import reference_logprobs
 from rlkit.backends.early import resolve_class
 from rlkit.backends.options import LocalKwargs, LocalOptions, TinkerKwargs, ToyKwargs
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
+from rlkit.backends.samplers import reference_logprobs
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit.backends.engine import SamplingEngine
+from rlkit.backends.samplers import SamplingEngine
 from rlkit.backends.trainer import check_start_options
 from rlkit.types import Lora
 

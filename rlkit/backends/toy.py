@@ -27,18 +27,11 @@ from numpy.typing import ArrayLike
 from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit._runtime import Resource
+from rlkit._seeds import SeedStream, resolve_seed, streams
 from rlkit.backends import saves
-from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.backends.sampling import (
-    SeedStream,
-    Stop,
-    check_prompt,
-    check_request,
-    check_targets,
-    entropy_of,
-    streams,
-)
+from rlkit.backends.requests import Stop, check_prompt, check_request, check_targets
+from rlkit.backends.samplers import SuccessiveSampler
 from rlkit.backends.tokenizers import ByteTokenizer
 from rlkit.backends.trainer import (
     InProcessBackend,
@@ -380,7 +373,7 @@ class ToyBackend(InProcessBackend):
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
         self._weights = Weights(self._base_weights)
-        self._seeds = SeedStream(entropy_of(seed))
+        self._seeds = SeedStream(resolve_seed(seed))
         version, length = 0, _MAX_LENGTH
         if path is not None:
             saved, state = saves.read(path, backend="toy")
@@ -446,7 +439,7 @@ class ToyBackend(InProcessBackend):
         del recompute  # nothing is kept
         return SuccessiveSampler(
             self._snapshot(),
-            lambda live: self._queue.enqueue("update", lambda: live.become(self._snapshot())),
+            lambda live: self._queue.enqueue("update", lambda: live.switch_to(self._snapshot())),
             switches="token",  # a request is one call, so none is running when the weights change
         )
 

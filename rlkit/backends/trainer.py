@@ -29,9 +29,9 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._runtime import Resource
+from rlkit._seeds import SeedStream
 from rlkit.backends import saves
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Sampler, Tokenizer
-from rlkit.backends.sampling import SeedStream
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.errors import BackendError, ConfigError, DataError, RankLost, TrainerFailed, UnsupportedError
 from rlkit.futures import Future

@@ -18,7 +18,7 @@ import attrs
 from rlkit import _check
 from rlkit._check import checked
 from rlkit._interaction import Action, Message, Observation, StepResult
-from rlkit._shuffle import epoch_places
+from rlkit._seeds import epoch_places
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlkit import _check, backends
 from rlkit._runtime import warn
-from rlkit._shuffle import epoch_places
+from rlkit._seeds import epoch_places
 from rlkit.backends.options import LocalKwargs, TinkerKwargs, ToyKwargs
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import ConfigError, RlkitError

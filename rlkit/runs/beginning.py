@@ -18,7 +18,7 @@ from rlkit import _check
 from rlkit._files import plain, replacing
 from rlkit._runtime import warn
 from rlkit._secrets import SECRET
-from rlkit.backends.sampling import entropy_of
+from rlkit._seeds import resolve_seed
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.runs.record import CHECKPOINTS, POLICIES, Record, Stateful, capture, encode, restore
 
@@ -140,7 +140,7 @@ def seed_of(folder: Path, seed: int | None, record: Record | None) -> int:
         _write(path, {"format": 1, "seed": saved})
         noted = saved
     if noted is None:
-        noted = entropy_of(seed)
+        noted = resolve_seed(seed)
         _write(path, {"format": 1, "seed": noted})
     elif saved is not None and saved != noted:
         text = f"{path} has the seed {noted}, but the checkpoint of step {record.step if record else 0} has {saved}"

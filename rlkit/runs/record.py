@@ -249,7 +249,7 @@ def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], 
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
 _STEPS = 10**8  # as many as names have digits for
-_ORDER = 2  # of data, as rlkit._shuffle draws it; checkpoints of early development name none or 1
+_ORDER = 2  # of data, as rlkit._seeds draws it; checkpoints of early development name none or 1
 _LOOKS = 100  # at a folder that changes while it is read
 
 

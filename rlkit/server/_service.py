@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rlkit import _check
 from rlkit._runtime import Resource
+from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import TrainerBackend
-from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError
 from rlkit.futures import settled
 from rlkit.server import _sessions, _storage  # the last imports all files that declare endpoints
@@ -85,7 +85,7 @@ class Service(Resource):
             names=tuple(names),
             tokenizer_id=tokenizer_id,
             config={**flags, **(config or {})},
-            seeds=SeedStream(entropy_of(seed)),
+            seeds=SeedStream(resolve_seed(seed)),
             max_rank=max_rank,
             max_samplers=max_samplers,
             sampler_bytes=_check.integer("Service(sampler_mb)", sampler_mb, low=1) * 10**6,

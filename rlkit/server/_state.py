@@ -22,7 +22,7 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from rlkit.backends.sampling import SeedStream
+from rlkit._seeds import SeedStream
 from rlkit.backends.trainer import Worker
 from rlkit.errors import ConfigError, DataError, RlkitError, UnknownNameError, UnsupportedError
 from rlkit.server._adapter import BackendModel, BackendModels, BackendSnapshot

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.backends.sampling import Stop
+from rlkit.backends.requests import Stop
 from rlkit.backends.toy import ByteTokenizer
 from tests.properties import examples
 

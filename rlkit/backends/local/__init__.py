@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Unpack
 
 import attrs
 
+from rlkit._seeds import SeedStream
 from rlkit.backends import saves
-from rlkit.backends.engine import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -36,7 +36,7 @@ from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_fo
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.options import LocalKwargs, LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
-from rlkit.backends.sampling import SeedStream
+from rlkit.backends.samplers import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.trainer import InProcessBackend, Job, Mark, assemble_output
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
@@ -314,7 +314,7 @@ class LocalBackend(InProcessBackend):
             first = self._snapshot()
 
             def update(live: SuccessiveSampler) -> Future[int]:
-                return self._queue.enqueue("update", lambda: live.become(self._snapshot()))
+                return self._queue.enqueue("update", lambda: live.switch_to(self._snapshot()))
 
             made = self._engine.live_sampler(first, update) if isinstance(self._engine, LiveEngine) else None
             return made or SuccessiveSampler(first, update)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from rlkit.backends.engine import ADAPTER, LoraAdapter
+from rlkit.backends.samplers import ADAPTER, LoraAdapter
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
 

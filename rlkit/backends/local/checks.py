@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
 import attrs
 
 from rlkit import _check
+from rlkit._seeds import resolve_seed
 from rlkit.backends import saves
 from rlkit.backends.early import device_of, no_model
-from rlkit.backends.engine import OpensEngine, SamplingEngine
 from rlkit.backends.local.checkpoint import lora_of
 from rlkit.backends.local.model.hub import announces_tied, located
 from rlkit.backends.local.model.memory import default_dtype
 from rlkit.backends.options import LocalKwargs, LocalOptions, ModelOptions, takes
 from rlkit.backends.protocol import Sampler
-from rlkit.backends.sampling import entropy_of
+from rlkit.backends.samplers import OpensEngine, SamplingEngine
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
@@ -106,7 +106,7 @@ def resolve_model(options: AnyOptions, backend: str) -> ResolvedOptions[AnyOptio
         lora=lora,
         dtype=dtype,
         device=place,
-        entropy=entropy_of(options.seed),
+        entropy=resolve_seed(options.seed),
         saved=saved,
         resumes=resumes,
     )

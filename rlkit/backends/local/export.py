@@ -12,10 +12,10 @@ import torch
 
 from rlkit.backends import saves
 from rlkit.backends.early import SMOLLM2
-from rlkit.backends.engine import ADAPTER
 from rlkit.backends.local import LocalBackend
 from rlkit.backends.local.model.forward import merged_weight
 from rlkit.backends.local.model.hub import announces_tied, public_name
+from rlkit.backends.samplers import ADAPTER
 from rlkit.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit.backends.engine import SuccessiveSampler
+from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
-from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.samplers import SuccessiveSampler
 from rlkit.backends.tinker import connection
 from rlkit.backends.tinker._requests import ServiceExecutor
 from rlkit.backends.tinker._routes import ServerLosses, ServerLossPolicy
@@ -134,7 +134,7 @@ class TinkerBackend(BaseTrainer):
         self._metadata = dict(metadata or {})
         self._optimizer = optimizer
         self._off_temperature: OffTemperature = off_temperature
-        entropy = entropy_of(seed) if saved.seed is None or seed is not None else saved.seed
+        entropy = resolve_seed(seed) if saved.seed is None or seed is not None else saved.seed
         self._seeds = SeedStream(entropy, 0 if seed is not None else saved.requests)
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
@@ -158,7 +158,7 @@ class TinkerBackend(BaseTrainer):
         _check.flag("live_sampler(recompute)", recompute)
 
         def update(live: SuccessiveSampler) -> Future[int]:
-            return self._queue.enqueue("update", lambda: self._sampled(live.become))
+            return self._queue.enqueue("update", lambda: self._sampled(live.switch_to))
 
         return self._queue.enqueue(
             "live_sampler", lambda: self._sampled(lambda sampler: SuccessiveSampler(sampler, update))

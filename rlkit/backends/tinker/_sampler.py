@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike
 from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit._runtime import Resource
+from rlkit._seeds import SeedStream
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, check_prompt, check_request, check_targets
+from rlkit.backends.requests import check_prompt, check_request, check_targets
 from rlkit.backends.tinker import _requests
 from rlkit.backends.trainer import Inner
 from rlkit.errors import BackendError, UnsupportedError

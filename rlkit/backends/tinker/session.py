@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rlkit import _check
+from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import _requests, connection, guard
 from rlkit.backends.tinker._sampler import TinkerSampler
 from rlkit.backends.tinker.connection import Saved, checked_path, late, not_offered, read, run_of, status_of, translate
@@ -298,7 +298,7 @@ def open_sampler(
         raise
     return TinkerSampler(
         sampling,
-        SeedStream(entropy_of(seed)),
+        SeedStream(resolve_seed(seed)),
         tokenizer=connection.tokenizer_of(tokenizer, sampling, seconds),
         max_length=session.max_length(model, max_length),
         version=0 if path is None else read(path, None).version,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from rlkit.backends.engine import LoraAdapter, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.protocol import Sampler
+from rlkit.backends.samplers import LoraAdapter, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.vllm._client import Json, ServerLost, Unreachable, VllmClient
 from rlkit.backends.vllm._opening import longest, named_model
 from rlkit.backends.vllm._placement import place_server

@@ -11,8 +11,8 @@ import attrs
 
 from rlkit import _check
 from rlkit._runtime import warn
+from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tokenizers import tokenizer_from
 from rlkit.backends.vllm._client import Json, Model, VllmClient, check_url
 from rlkit.backends.vllm._probe import TEXTS, check_logprobs_mode, different_tokenizer, differing_scores
@@ -72,7 +72,7 @@ def open_sampler(
     """
     check_url("open_sampler(url)", url)
     _check.integer("open_sampler(version)", version, low=0)
-    seeds = SeedStream(entropy_of(seed))
+    seeds = SeedStream(resolve_seed(seed))
     client = VllmClient(url, key=key, deadline=_check.real("open_sampler(deadline)", deadline, above=0.0))
     loop = EventLoop("rlkit-vllm")
     loop.at_end.append(client.close)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from rlkit.backends.engine import TrainerLogprobs
 from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.samplers import TrainerLogprobs
 from rlkit.backends.vllm._client import Json, read_samples, read_scores, sample_request, score_request
 from rlkit.errors import BackendError
 from rlkit.types import SamplingParams

@@ -24,9 +24,10 @@ import numpy as np
 from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit._runtime import Resource
-from rlkit.backends.engine import SuccessiveSampler
+from rlkit._seeds import SeedStream
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request
+from rlkit.backends.requests import Stop, check_prompt, check_request
+from rlkit.backends.samplers import SuccessiveSampler
 from rlkit.backends.vllm._client import Json, read_samples, read_scores, sample_request, score_request, seed_of
 from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
@@ -260,10 +261,10 @@ class ContinuingSampler(SuccessiveSampler):
         self._loop, self._abort = loop, abort
         self._updated = asyncio.Event()  # set and replaced in the loop, once a newer policy is there
 
-    def become(self, sampler: Sampler) -> int:
+    def switch_to(self, sampler: Sampler) -> int:
         """Move all requests to ``sampler``, and return its version; from any thread."""
         changed = sampler.version != self.version
-        version = super().become(sampler)
+        version = super().switch_to(sampler)
         if changed:
             self._loop.soon(self._interrupt)
         return version

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rlkit import _check
-from rlkit.backends.engine import TrainedPolicy
+from rlkit.backends.samplers import TrainedPolicy
 from rlkit.backends.vllm._client import check_url
 from rlkit.backends.vllm._server import RANKS, build_options, check_build, server_options
 from rlkit.errors import ConfigError

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.engine import SamplingEngine
-from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request, streams
+from rlkit._seeds import SeedStream, streams
+from rlkit.backends.requests import Stop, check_prompt, check_request
+from rlkit.backends.samplers import SamplingEngine
 from rlkit.futures import Future
 from rlkit.testing.conformance._sampling import SamplingTests
 

@@ -182,7 +182,7 @@ def test_what_it_cannot_serve_is_refused_at_connect(url, model, tmp_path, lora, 
 
 def test_a_folder_that_it_does_not_see_is_named(url, model, tmp_path, monkeypatch):
     """As where it runs on another machine."""
-    from rlkit.backends.engine import LoraAdapter
+    from rlkit.backends.samplers import LoraAdapter
 
     monkeypatch.setattr(LoraAdapter, "save", lambda adapter, folder: None)
     with pytest.raises(rlkit.ConfigError, match=r"the server cannot read that folder: set Vllm\(folder=\)"):
@@ -260,7 +260,7 @@ def test_logprobs_are_the_trainers(model, tmp_path, dtype, tolerance):
 
 def test_a_dropped_adapter_is_named(model, url, tmp_path, monkeypatch):
     """The server says that it loaded the adapter, and has another file."""
-    from rlkit.backends.engine import LoraAdapter
+    from rlkit.backends.samplers import LoraAdapter
 
     options = {"lora": LORA, "seed": 0, "device": "cpu", "folder": tmp_path}
     with rlkit.connect("local", model=model, sampler=url, **options) as policy:

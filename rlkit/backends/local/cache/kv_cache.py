@@ -22,7 +22,7 @@ from rlkit._fallback import NotSupportedHere
 from rlkit.backends.local.attention.tree import LayerMasks, narrowed
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.products.lora_linear import upcast
-from rlkit.backends.sampling import rounded_up
+from rlkit.backends.requests import round_up
 
 __all__ = [
     "ATTENTION",
@@ -70,7 +70,7 @@ class KVCache(Cache):
         if rows > self._rows:
             self._rows = max(rows, 2 * self._rows)
         if length > self._length:
-            self._length = rounded_up(length + length // 2, LENGTHS)  # growing moves everything, so do it seldom
+            self._length = round_up(length + length // 2, LENGTHS)  # growing moves everything, so do it seldom
         self._move()
 
     def resize(self, rows: int, length: int) -> None:
@@ -102,7 +102,7 @@ class KVCache(Cache):
         """
         rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
         self._slots, self._places = slice(first, first + positions.shape[0]), (rows, positions)
-        self._read = rounded_up(longest, LENGTHS)
+        self._read = round_up(longest, LENGTHS)
         return causal_mask(positions, self._read)
 
     @property
@@ -270,7 +270,7 @@ class _Trials:
         """Return whether every token comes out the same however many keys, queries and rows there are."""
         whole = self._compute(tile, 0, self.SIZE, self.SIZE, 1)
         for first, count in self.PARTS:
-            least = rounded_up(first + count, LENGTHS)
+            least = round_up(first + count, LENGTHS)
             for longest, rows in ((least, 1), (least + 3 * LENGTHS, 5), (self.SIZE, 2)):
                 part = self._compute(tile, first, count, min(longest, self.SIZE), rows)
                 if not torch.equal(part, whole[:, first : first + count]):

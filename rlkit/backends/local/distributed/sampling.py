@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import attrs
 import numpy as np
 
+from rlkit._seeds import streams
 from rlkit.backends.local.distributed._world import World
 from rlkit.backends.local.distributed.wire import Message, Reply
 from rlkit.backends.local.sampling.sampler import SampleRequest, ScoreRequest, Snapshot
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import Stop, streams
+from rlkit.backends.requests import Stop
 from rlkit.errors import BackendError, RankLost, RequestCancelled
 from rlkit.types import Sample, SamplingParams
 

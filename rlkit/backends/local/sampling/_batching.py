@@ -38,7 +38,7 @@ from rlkit.backends.local.products.prepacked import MAX_ROWS, invariant_row_mult
 from rlkit.backends.local.sampling._scoring import TREE_TOKENS, TreeCache, score_batches, score_tree
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
 from rlkit.backends.local.sampling.scheduler import Decoder, begin_rows
-from rlkit.backends.sampling import rounded_up
+from rlkit.backends.requests import round_up
 
 FEW = 32  # up to here rows are rounded up to a power of 2, beyond it to a multiple of this
 LIKE, LIKE_BFLOAT16 = 1e-4, 0.03  # how far a replay may be off the step, as part of the logits' norm
@@ -167,7 +167,7 @@ def row_bucket(rows: int) -> int:
     >>> [row_bucket(n) for n in (1, 3, 8, 9, 33, 65)]
     [1, 4, 8, 16, 64, 96]
     """
-    return 1 << (rows - 1).bit_length() if rows <= FEW else rounded_up(rows, FEW)
+    return 1 << (rows - 1).bit_length() if rows <= FEW else round_up(rows, FEW)
 
 
 def key_bucket(longest: int) -> int:
@@ -176,7 +176,7 @@ def key_bucket(longest: int) -> int:
     >>> [key_bucket(n) for n in (1, 129, 1024, 1025, 5000)]
     [128, 256, 1024, 1280, 5120]
     """
-    return rounded_up(longest, max(KEYS, (1 << (longest - 1).bit_length()) // 8))
+    return round_up(longest, max(KEYS, (1 << (longest - 1).bit_length()) // 8))
 
 
 TOKENS = 2048  # computed at once at most, but on a CPU
@@ -431,7 +431,7 @@ class ContinuousBatching(Decoder):
         at[:rows] = starts[:, None] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
         kv_cache.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(rounded_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
+        where = np.zeros(round_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
         where[: index.size] = index // length * wide + index % length
         places = to_device(at, device)
         mask = kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
@@ -466,6 +466,6 @@ def _padded_shape(rows: int, length: int, multiple: int) -> tuple[int, int]:
 
 
 def _grown(rows: int, length: int, unit: int) -> tuple[int, int]:
-    high = rounded_up(rows, unit // math.gcd(length, unit))
-    wide = rounded_up(length, unit // math.gcd(rows, unit))
+    high = round_up(rows, unit // math.gcd(length, unit))
+    wide = round_up(length, unit // math.gcd(rows, unit))
     return (high, length) if high * length < rows * wide else (rows, wide)

@@ -17,7 +17,7 @@ from rlkit.backends.local.attention.tree import Segment
 from rlkit.backends.local.cache.kv_cache import LENGTHS, KVCache, causal_mask
 from rlkit.backends.local.sampling.sampler import ScoreRequest
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
-from rlkit.backends.sampling import rounded_up
+from rlkit.backends.requests import round_up
 from rlkit.types import Datum
 
 TREE_TOKENS = 4096  # of a tree at most, but for one text: their keys and values are kept until it is done
@@ -164,7 +164,7 @@ class TreeCache(KVCache):
         """See ``KVCache.at``; the rows are those of ``choose``."""
         del first
         device, width = positions.device, positions.shape[1]
-        self._read = rounded_up(longest, LENGTHS)
+        self._read = round_up(longest, LENGTHS)
         seen = np.zeros((len(self._branches), self._read), np.int64)  # after a row's end any token, which is masked
         for row, branch in zip(seen, self._branches, strict=True):
             row[: branch.places.size] = branch.places

@@ -16,18 +16,11 @@ from torch import nn
 
 from rlkit import _check
 from rlkit._rows import TokenIds
+from rlkit._seeds import SeedStream, streams
 from rlkit.backends._drawing import TokenCounts
 from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import (
-    SeedStream,
-    Stop,
-    check_mask,
-    check_prompt,
-    check_request,
-    check_targets,
-    streams,
-)
+from rlkit.backends.requests import Stop, check_mask, check_prompt, check_request, check_targets
 from rlkit.backends.trainer import CallQueue
 from rlkit.errors import BackendError
 from rlkit.futures import Future
@@ -53,7 +46,7 @@ class Snapshot:
     scale: float
     adapter: Adapter
 
-    def become(self, other: Snapshot) -> None:
+    def switch_to(self, other: Snapshot) -> None:
         """Take the version and the tensors of another, which stays as it is."""
         self.version, self.scale, self.adapter = other.version, other.scale, other.adapter
 

@@ -295,7 +295,7 @@ class Scheduler:
         """
         # A copy to go back to: lanes and requests find each other by the snapshot itself, which changes.
         older = attrs.evolve(snapshot)
-        snapshot.become(newer)
+        snapshot.switch_to(newer)
         lane = self._lane_of(snapshot)
         if lane is not None:
             self._reload(lane, snapshot, older, recompute=recompute)
@@ -310,7 +310,7 @@ class Scheduler:
             with telling(lambda: "weights to sample from; connect with merge=False, which needs no copy of them"):
                 lane.decoder.reload(snapshot, recompute=recompute)
         except BaseException:
-            snapshot.become(older)
+            snapshot.switch_to(older)
             try:
                 lane.decoder.reload(snapshot, recompute=recompute)
             except BaseException as error:  # noqa: BLE001  # whoever waits gets it

@@ -1,8 +1,7 @@
-"""What every sampler in this process does alike: requests checked, seeds derived, ends recognised."""
+"""What every sampler in this process does alike: check requests, and recognise the end of a completion."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
@@ -16,50 +15,13 @@ from rlkit.errors import ConfigError, DataError, UnsupportedError
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
 __all__ = [
-    "SeedStream",
     "Stop",
     "check_mask",
     "check_prompt",
     "check_request",
     "check_targets",
-    "entropy_of",
-    "rounded_up",
-    "streams",
+    "round_up",
 ]
-
-
-class SeedStream:
-    """Seeds for requests that bring none: a function of the backend's seed and of how many came before."""
-
-    def __init__(self, entropy: int, count: int = 0) -> None:
-        self.entropy = entropy
-        self.count = count
-        self.params: SamplingParams | None = None  # of the last request
-        self._lock = threading.Lock()
-
-    def of(self, seed: int | None, params: SamplingParams) -> int:
-        """Return the seed of a request: ``seed``, or the next one."""
-        self.params = params
-        return self.next() if seed is None else seed
-
-    def next(self) -> int:
-        """Return the next request's seed."""
-        with self._lock:
-            count, self.count = self.count, self.count + 1
-        words = np.random.SeedSequence(self.entropy, spawn_key=(1, count)).generate_state(4, np.uint32)
-        return int.from_bytes(words.tobytes(), "little")
-
-
-def entropy_of(seed: int | None) -> int:
-    """Return ``seed``, checked, or a fresh one from the system."""
-    if seed is not None:
-        return _check.integer("seed", seed, low=0)
-    return int.from_bytes(np.random.SeedSequence().generate_state(4, np.uint32).tobytes(), "little")
-
-
-def streams(seed: int, n: int) -> list[np.random.Generator]:
-    """Return one generator per sample: number i draws from SeedSequence([seed, i]), one float64 uniform per token."""
-    return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
 
 
 def check_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
@@ -195,6 +157,6 @@ def _characters_of(tokenizer: Tokenizer) -> dict[int, frozenset[str]]:
         return {}
 
 
-def rounded_up(x: int, multiple: int) -> int:
+def round_up(x: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is >= x."""
     return -(-x // multiple) * multiple
