@@ -17,7 +17,7 @@ from rlkit import _check
 if TYPE_CHECKING:
     from rlkit.types import SamplingParams
 
-__all__ = ["SeedStream", "entropy_of", "epoch_order", "epoch_places", "streams"]
+__all__ = ["SeedStream", "epoch_order", "epoch_places", "resolve_seed", "streams"]
 
 
 class SeedStream:
@@ -42,7 +42,7 @@ class SeedStream:
         return int.from_bytes(words.tobytes(), "little")
 
 
-def entropy_of(seed: int | None) -> int:
+def resolve_seed(seed: int | None) -> int:
     """Return ``seed``, checked, or a fresh one from the system."""
     if seed is not None:
         return _check.integer("seed", seed, low=0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 from rlkit import _check
 from rlkit.backends.early import resolve_class
-from rlkit.backends.options import LocalKwargs, LocalOptions, TinkerKwargs, ToyKwargs
+from rlkit.backends.options import LocalOptions
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.backends.samplers import reference_logprobs
 from rlkit.errors import ConfigError
@@ -23,22 +23,6 @@ registry.update(
     local="rlkit.backends.local:LocalBackend",
     tinker="rlkit.backends.tinker:TinkerBackend",
 )
-
-
-@overload
-def connect(name: Literal["toy"], **options: Unpack[ToyKwargs]) -> TrainerBackend: ...
-
-
-@overload
-def connect(name: Literal["local"], **options: Unpack[LocalKwargs]) -> TrainerBackend: ...
-
-
-@overload
-def connect(name: Literal["tinker"], **options: Unpack[TinkerKwargs]) -> TrainerBackend: ...
-
-
-@overload
-def connect(name: str, **options: object) -> TrainerBackend: ...
 
 
 def connect(name: str, **options: object) -> TrainerBackend:

@@ -1,8 +1,7 @@
-"""The options of each backend, for type checkers and editors; and those of the local one, with what they mean.
+"""The options of the local backend and critic, each declared, checked and described in one place.
 
-``LocalOptions`` is the one place where an option of ``connect("local")`` is declared, checked and described:
-signatures, ``help``, the documentation's table and what a resumed run keeps come from there. A test holds
-``LocalKwargs`` to it, since type checkers read no signature that is made at run time.
+Signatures, ``help``, the documentation's table and what a resumed run keeps come from there. Importing this imports
+no torch, so ``connect`` refuses a wrong option at once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import attrs
 import numpy as np
@@ -23,84 +22,12 @@ from rlkit.backends.trainer import check_start_options
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
-    from tinker import ServiceClient
-    from tinker.types import OptimizerConfig
-    from transformers import PreTrainedTokenizerBase
-
     from rlkit.backends.local.distributed.settings import Processes
-    from rlkit.backends.protocol import Tokenizer
     from rlkit.backends.vllm.settings import Vllm
 
-__all__ = [
-    "LocalKwargs",
-    "LocalOptions",
-    "ModelKwargs",
-    "ModelOptions",
-    "TinkerKwargs",
-    "ToyKwargs",
-    "TrainerKwargs",
-    "describe",
-    "takes",
-]
+__all__ = ["LocalOptions", "ModelOptions", "describe", "takes"]
 
 F = TypeVar("F", bound=Callable[..., object])
-
-
-class TrainerKwargs(TypedDict, total=False):
-    """What every backend takes."""
-
-    model: str | None
-    lora: Lora | None
-    seed: int | None
-    folder: str | Path | None
-    resume_from: str | None
-    init_from: str | None
-
-
-class ToyKwargs(TrainerKwargs, total=False):
-    """See ``rlkit.backends.toy.ToyBackend``."""
-
-    max_length: int | None
-
-
-class ModelKwargs(TrainerKwargs, total=False):
-    """See ``ModelOptions``."""
-
-    dtype: str | None
-    device: str | None
-    micro_batch_tokens: int | None
-    offload_folder: str | Path | None
-
-
-class LocalKwargs(ModelKwargs, total=False):
-    """See ``LocalOptions``."""
-
-    merge: bool | Literal["auto"]
-    merged_copies: int | None
-    max_rows: int | None
-    prefix_mb: int
-    cuda_graphs: bool | None
-    sampler: SamplingEngine | Vllm | str | Sequence[str] | None
-    processes: int | Processes | None
-    shard: bool
-
-
-class TinkerKwargs(TrainerKwargs, total=False):
-    """See ``rlkit.backends.tinker.TinkerBackend``."""
-
-    base_url: str | None
-    api_key: str | None
-    project: str | None
-    client: ServiceClient | None
-    tokenizer: str | Path | Tokenizer | PreTrainedTokenizerBase | None
-    max_length: int | None
-    deadline: float
-    off_temperature: Literal["raise", "rescore", "keep"]
-    server_losses: Literal["own", "all", "never"]
-    ttl: int | None
-    metadata: Mapping[str, str] | None
-    resend: bool | None
-    optimizer: OptimizerConfig | None
 
 
 def _validator(check: Callable[[str, object], object]) -> Callable[[object, attrs.Attribute[Any], object], None]:

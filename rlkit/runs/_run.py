@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name  # the report reads runs: a run finds it by name
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from rlkit import _check, backends
 from rlkit._runtime import warn
 from rlkit._seeds import epoch_places
-from rlkit.backends.options import LocalKwargs, TinkerKwargs, ToyKwargs
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import ConfigError, RlkitError
 from rlkit.runs import beginning, lock
@@ -156,28 +155,13 @@ class Run:
             self._lock.release()
             raise
 
-    @overload
-    def connect(self, name: Literal["toy"], *, role: str = ..., **options: Unpack[ToyKwargs]) -> TrainerBackend: ...
-
-    @overload
-    def connect(self, name: Literal["local"], *, role: str = ..., **options: Unpack[LocalKwargs]) -> TrainerBackend: ...
-
-    @overload
-    def connect(
-        self, name: Literal["tinker"], *, role: str = ..., **options: Unpack[TinkerKwargs]
-    ) -> TrainerBackend: ...
-
-    @overload
-    def connect(self, name: str, *, role: str = ..., **options: object) -> TrainerBackend: ...
-
     def connect(self, name: str, *, role: str = "policy", **options: object) -> TrainerBackend:
         """Call ``rlkit.connect``, from the last checkpoint where there is one; the policy is closed with the run.
 
         Args:
             name, options: as for ``rlkit.connect``. ``init_from=`` and ``resume_from=`` apply if there is no
                 checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given. A second call with the
-                same
-                arguments returns the same policy.
+                same arguments returns the same policy.
             role: its name in checkpoints, if a loop has several.
 
         Raises:

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
 
 import rlkit
-from rlkit.backends import options, registry
+from rlkit.backends import registry
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -53,27 +52,12 @@ def test_right_lines_pass_and_wrong_ones_are_found(found):
     assert set(found(wrong)) == marked
 
 
-@pytest.mark.parametrize(
-    ("name", "listed"),
-    [("toy", options.ToyKwargs), ("local", options.LocalKwargs), ("tinker", options.TinkerKwargs)],
-)
-def test_the_options_for_checkers_are_those_that_there_are(name, listed):
-    """Each backend's options are typed as its class has them, and `help` names every one."""
+@pytest.mark.parametrize("name", ["toy", "local", "tinker"])
+def test_help_names_every_option(name):
+    """Signatures made at run time have no checker: what ``help`` says is what a user reads."""
     import inspect
 
     backend = registry.resolve(name)
-    parameters = inspect.signature(backend).parameters
-    assert set(parameters) == set(listed.__annotations__)
     text = backend.__init__.__doc__ if name == "local" else rlkit.connect.__doc__
-    for option in parameters:
-        assert re.search(rf"\b{option}\b", text), option
-
-
-@pytest.mark.parametrize(
-    ("kind", "listed"), [(options.LocalOptions, options.LocalKwargs), (options.ModelOptions, options.ModelKwargs)]
-)
-def test_the_keywords_of_the_local_backend_are_its_options(kind, listed):
-    """In name and type, and each is described; the class checks them, and the keywords are what checkers read."""
-    fields = {field.name: field.type for field in attrs.fields(kind)}
-    assert {name: hint.__forward_arg__ for name, hint in listed.__annotations__.items()} == fields
-    assert list(options.describe(kind)) == list(fields)
+    missing = [option for option in inspect.signature(backend).parameters if not re.search(rf"\b{option}\b", text)]
+    assert missing == []

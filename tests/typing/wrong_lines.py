@@ -63,9 +63,6 @@ rlkit.SamplingParams(temperature="hot")  # wrong
 rlkit.SamplingParams().replace(max_tokens=3)  # wrong
 rlkit.connect("local", model=3)["weights"]  # wrong
 rlkit.connect("local", model="m").tokenizer.pad_id  # wrong
-LocalBackend(model="m", prefix_mb="much")  # wrong
-LocalBackend(modle="m")  # wrong
-LocalBackend.check_options(merge="always")  # wrong
 rlkit.connect("tinker", model="m").service  # wrong
 rlkit.connect(name="toy", backend="local").step()  # wrong
 sampler.logprobs(prompt).mean()  # wrong

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -34,7 +34,7 @@ from rlkit.backends.local.sampling.sampler import LiveLocalSampler, LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_forward
 from rlkit.backends.local.training.trainer import LocalTrainer
-from rlkit.backends.options import LocalKwargs, LocalOptions, takes
+from rlkit.backends.options import LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.samplers import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.trainer import InProcessBackend, Job, Mark, assemble_output
@@ -189,7 +189,7 @@ class LocalBackend(InProcessBackend):
     check_options = staticmethod(check_options)
 
     @takes(LocalOptions)
-    def __init__(self, **options: Unpack[LocalKwargs]) -> None:
+    def __init__(self, **options: Any) -> None:
         asked = LocalOptions(**options)
         processes = read_processes(asked)
         if processes is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import attrs
 
@@ -15,7 +15,7 @@ from rlkit.backends.early import device_of, no_model
 from rlkit.backends.local.checkpoint import lora_of
 from rlkit.backends.local.model.hub import announces_tied, located
 from rlkit.backends.local.model.memory import default_dtype
-from rlkit.backends.options import LocalKwargs, LocalOptions, ModelOptions, takes
+from rlkit.backends.options import LocalOptions, ModelOptions, takes
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.samplers import OpensEngine, SamplingEngine
 from rlkit.errors import ConfigError
@@ -61,7 +61,7 @@ class ResolvedOptions(Generic[AnyOptions]):
 
 
 @takes(LocalOptions)
-def check_options(**options: Unpack[LocalKwargs]) -> ResolvedOptions[LocalOptions]:
+def check_options(**options: Any) -> ResolvedOptions[LocalOptions]:
     """Check the options of ``connect("local")``, as far as that needs neither model nor server.
 
     Raises:

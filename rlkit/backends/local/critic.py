@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -25,7 +25,7 @@ from rlkit.backends.local.model.lora import adapter_seed, with_adapter
 from rlkit.backends.local.model.memory import micro_batch_tokens_for
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import LocalTrainer
-from rlkit.backends.options import ModelKwargs, ModelOptions, takes
+from rlkit.backends.options import ModelOptions, takes
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.trainer import InProcessCritic, check_tokenizer
 from rlkit.errors import CheckpointError
@@ -55,7 +55,7 @@ class LocalCritic(InProcessCritic):
     """
 
     @takes(ModelOptions)
-    def __init__(self, *, tokenizer: Tokenizer, **options: Unpack[ModelKwargs]) -> None:
+    def __init__(self, *, tokenizer: Tokenizer, **options: Any) -> None:
         asked = ModelOptions(**options)
         lora = asked.lora and attrs.evolve(asked.lora, train_unembed=False)  # its output is ignored
         resolved = resolve_model(attrs.evolve(asked, lora=lora), "local-critic")
