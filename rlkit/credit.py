@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -32,12 +33,12 @@ Arrays: TypeAlias = list[np.ndarray]
 Estimate: TypeAlias = Arrays | tuple[Arrays, Arrays]  # advantages, or also returns
 Config: TypeAlias = Mapping[str, object]  # an estimator's settings
 Known: TypeAlias = dict[str, Arrays]
-T = TypeVar("T")
+Rows = TypeVar("Rows", np.ndarray, list[Any])
 _ARGUMENTS = {"values": "critic", "teacher_logprobs": "teacher", "reference_logprobs": "reference"}
 
 
 @attrs.frozen(eq=False)
-class Played:
+class Episodes:
     """Trajectories that train, in the order of their groups.
 
     Attributes:
@@ -54,58 +55,52 @@ class Played:
     rewards: Arrays
     known: Known = attrs.field(factory=dict)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The trajectories per group, none 0."""
-        return list(Counter(self.labels).values())
-
-    def by_group(self, array: np.ndarray) -> Arrays:
-        """Cut one entry per trajectory into an array per group."""
-        return np.split(array, np.cumsum(self.sizes)[:-1])
-
-    def members(self) -> list[slice]:
-        """Return where each group's trajectories are."""
-        ends = np.cumsum(self.sizes).tolist()
-        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+    def by_group(self, entries: Rows) -> list[Rows]:
+        """Cut one entry per trajectory into a row per group, none empty."""
+        ends: list[int] = np.cumsum(list(Counter(self.labels).values())).tolist()
+        return [entries[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def _per_group(estimator: Estimator, config: Config, played: Played) -> Arrays:
+def _per_group(estimator: Estimator, config: Config, episodes: Episodes) -> Arrays:
     _refuse_tokens(estimator, config, "group")
     lengths = {}
     if "lengths" in inspect.signature(estimator).parameters:
-        lengths["lengths"] = played.by_group(np.array([float(t.token_count) for t in played.trajectories]))
-    flat = _join_flat(_call(estimator, played.by_group(played.totals), **lengths, **config))
-    sizes = [t.token_count for t in played.trajectories]
-    return np.split(np.repeat(_fits(flat, len(sizes), "one advantage per trajectory"), sizes), np.cumsum(sizes)[:-1])
+        lengths["lengths"] = episodes.by_group(np.array([float(t.token_count) for t in episodes.trajectories]))
+    flat = _flatten(_call(estimator, episodes.by_group(episodes.totals), **lengths, **config))
+    sizes = [t.token_count for t in episodes.trajectories]
+    return np.split(
+        np.repeat(_check_size(flat, len(sizes), "one advantage per trajectory"), sizes), np.cumsum(sizes)[:-1]
+    )
 
 
-def _per_turn(estimator: Estimator, config: Config, played: Played) -> Arrays:
+def _per_turn(estimator: Estimator, config: Config, episodes: Episodes) -> Arrays:
     _refuse_tokens(estimator, config, "turn")
-    pairs = zip(played.trajectories, played.rewards, strict=True)
+    pairs = zip(episodes.trajectories, episodes.rewards, strict=True)
     rewards = [np.array([part.sum() for part in t.per_turn(r)]) for t, r in pairs]
-    per_turn = _call_per_turn(estimator, config, played, rewards)
-    flat = _fits(_join_flat(per_turn), sum(r.size for r in rewards), "one advantage per turn")
-    sizes = [turn.tokens.size for t in played.trajectories for turn in t.turns]
-    return np.split(np.repeat(flat, sizes), np.cumsum([t.token_count for t in played.trajectories])[:-1])
+    per_turn = _call_per_turn(estimator, config, episodes, rewards)
+    flat = _check_size(_flatten(per_turn), sum(r.size for r in rewards), "one advantage per turn")
+    sizes = [turn.tokens.size for t in episodes.trajectories for turn in t.turns]
+    return np.split(np.repeat(flat, sizes), np.cumsum([t.token_count for t in episodes.trajectories])[:-1])
 
 
-def _call_per_turn(estimator: Estimator, config: Config, played: Played, rewards: Arrays) -> object:
+def _call_per_turn(estimator: Estimator, config: Config, episodes: Episodes, rewards: Arrays) -> object:
     """Call the estimator on each turn's reward, in the form that its parameters ask for."""
     named = inspect.signature(estimator).parameters
     if "steps" in named:  # one call, since a deviation may be that of the whole batch
         sums, steps = np.array([r.sum() for r in rewards]), np.array([r.size for r in rewards])
-        groups = estimator(played.by_group(sums), played.by_group(steps), **config)
+        groups = estimator(episodes.by_group(sums), episodes.by_group(steps), **config)
         return [turns for group in groups for turns in group]
     if "states" in named:
-        states = [turn_states(t) for t in played.trajectories]
-        return [turns for part in played.members() for turns in estimator(rewards[part], states[part], **config)]
+        states = [turn_states(t) for t in episodes.trajectories]
+        pairs = zip(episodes.by_group(rewards), episodes.by_group(states), strict=True)
+        return [turns for pair in pairs for turns in estimator(*pair, **config)]
     _refuse_groups(estimator, "turn")
     return estimator(rewards, **config)
 
 
-def _call_per_token(estimator: Estimator, config: Config, played: Played) -> Estimate:
+def _call_per_token(estimator: Estimator, config: Config, episodes: Episodes) -> Estimate:
     _refuse_groups(estimator, "token")
-    known = {"rewards": played.rewards, **played.known}
+    known = {"rewards": episodes.rewards, **episodes.known}
     wanted = {}
     for name, parameter in inspect.signature(estimator).parameters.items():
         if name in known:
@@ -114,12 +109,12 @@ def _call_per_token(estimator: Estimator, config: Config, played: Played) -> Est
             raise ConfigError("estimator", f"needs {name!r}", f"{_ARGUMENTS.get(name, name)}=")
     estimate = estimator(**wanted, **config)
     if not isinstance(estimate, tuple):
-        return _fit_each(estimate, played.trajectories)
+        return _check_sizes(estimate, episodes.trajectories)
     _check.entries("estimator", estimate, 2, "advantages and returns")
-    return _fit_each(estimate[0], played.trajectories), _fit_each(estimate[1], played.trajectories)
+    return _check_sizes(estimate[0], episodes.trajectories), _check_sizes(estimate[1], episodes.trajectories)
 
 
-LEVELS: Mapping[str, Callable[[Estimator, Config, Played], Estimate]] = {
+LEVELS: Mapping[str, Callable[[Estimator, Config, Episodes], Estimate]] = {
     "group": _per_group,
     "turn": _per_turn,
     "token": _call_per_token,
@@ -155,7 +150,7 @@ def _refuse_tokens(estimator: Estimator, config: Config, level: str) -> None:
             raise ConfigError(f"level={level!r}", what, "level='token'", f"and {_ARGUMENTS[name]}=")
 
 
-def _join_flat(arrays: object) -> np.ndarray:
+def _flatten(arrays: object) -> np.ndarray:
     if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
         return arrays.reshape(-1)
     if not isinstance(arrays, (list, tuple)) or not all(np.ndim(array) == 1 for array in arrays):
@@ -169,13 +164,13 @@ _LISTS = (
 )
 
 
-def _fit_each(arrays: object, trajectories: Sequence[Trajectory]) -> Arrays:
+def _check_sizes(arrays: object, trajectories: Sequence[Trajectory]) -> Arrays:
     _check.entries("estimator", arrays, len(trajectories), "an array per trajectory")
     pairs = zip(cast("Sequence[object]", arrays), trajectories, strict=True)
-    return [_fits(array, trajectory.token_count, "one advantage per token") for array, trajectory in pairs]
+    return [_check_size(array, trajectory.token_count, "one advantage per token") for array, trajectory in pairs]
 
 
-def _fits(value: object, count: int, why: str, where: str = "estimator") -> np.ndarray:
+def _check_size(value: object, count: int, why: str, where: str = "estimator") -> np.ndarray:
     array = _check.as_array(where, value, f"({count},)")
     if array.shape != (count,):
         raise DataError(where, f"returned an array of shape {array.shape}", f"({count},)", why)
@@ -376,26 +371,27 @@ def assign(
 
     Source: those of the estimators; KL taken off rewards: arXiv:1909.08593; values and returns: arXiv:1506.02438.
     """
-    groups = checked_groups(groups)
-    function = _resolve(estimator, config or {}, level)
+    groups, config = checked_groups(groups), config or {}
+    function = _resolve(estimator, config, level)
     mode, own_weights = (weights, None) if isinstance(weights, str) else (None, weights)
     _check_numbers(mode, kl_coef, entropy_coef, reference)
     everyone = [t for group in groups for t in group.trajectories]
     _check_counts(len(everyone), rewards=rewards, baseline=baseline, prefixes=prefixes, weights=own_weights)
     whole = [np.zeros(t.token_count) for t in everyone]
-    played, used = _choose_scored(groups, everyone, *_reward(everyone, rewards), level)
+    episodes, used = _choose_scored(groups, everyone, *_reward(everyone, rewards), level)
     if not used:
         return Batch([], whole, {}, mode, constant)
-    parts = [datums(t, split=split) for t in played.trajectories]
-    known = _ask(parts, reference, teacher, _pick(prefixes, used), critic, _pick(baseline, used))
-    played = _penalize(played, known, kl_coef, kl_estimator)
-    estimate, targets = _take_returns(LEVELS[level](function, config or {}, played), critic, known, normalize=normalize)
-    estimate = _add_entropy(estimate, known, entropy_coef)
-    data = _with_weights(_make_data(parts, known, {**targets, "advantages": estimate}), own_weights, used)
-    for i, array in zip(used, estimate, strict=True):
+    parts = [datums(t, split=split) for t in episodes.trajectories]
+    known = ask_models(parts, reference, teacher, _pick(prefixes, used), critic)
+    if baseline is not None:
+        known["baseline"] = _read_baseline(_pick(baseline, used))
+    episodes = penalize(episodes, known, kl_coef, kl_estimator)
+    estimated, inputs = estimate(function, config, level, episodes, entropy_coef, normalize=normalize)
+    data = collect(parts, inputs, _pick(own_weights, used), used)
+    for i, array in zip(used, estimated, strict=True):
         whole[i] = np.asarray(array, float)
-    items = list(map(Item, data, played.labels, played.trajectories))
-    return Batch(items, whole, _numbers(known, estimate), mode, constant)
+    items = list(map(Item, data, episodes.labels, episodes.trajectories))
+    return Batch(items, whole, _measure(known, estimated), mode, constant)
 
 
 def _resolve(estimator: str | Estimator, config: Config, level: str) -> Estimator:
@@ -435,28 +431,20 @@ def _reward(
 
 def _choose_scored(
     groups: Sequence[Group], everyone: Sequence[Trajectory], totals: Sequence[float], rewards: Arrays, level: str
-) -> tuple[Played, list[int]]:
+) -> tuple[Episodes, list[int]]:
     """Return the trajectories that train, and which they are: those with tokens and, but for "group", without NaN."""
     pairs = enumerate(zip(everyone, rewards, strict=True))
     used = [i for i, (t, r) in pairs if t.token_count and (level == "group" or bool(np.isfinite(r).all()))]
     labels = np.repeat(np.arange(len(groups)), list(map(len, groups)))[used].tolist()
-    return Played(_pick(everyone, used), labels, np.array(_pick(totals, used)), _pick(rewards, used)), used
+    return Episodes(_pick(everyone, used), labels, np.array(_pick(totals, used)), _pick(rewards, used)), used
 
 
-@overload
-def _pick(given: Sequence[T], used: Sequence[int]) -> list[T]: ...
-
-
-@overload
-def _pick(given: Sequence[T] | np.ndarray | None, used: Sequence[int]) -> list[T] | None: ...
-
-
-def _pick(given: Sequence[T] | np.ndarray | None, used: Sequence[int]) -> list[T] | None:
+def _pick(given: Any, used: Sequence[int]) -> Any:
     """Return the entries of the trajectories that train, or None."""
     return None if given is None else [given[i] for i in used]
 
 
-def _penalize(played: Played, known: Known, coef: float, estimator: str) -> Played:
+def penalize(episodes: Episodes, known: Known, coef: float, estimator: str) -> Episodes:
     """Return them with the KL of each token to the reference subtracted from its reward."""
     sampled, penalty = known["sampling_logprobs"], [np.zeros(array.size) for array in known["sampling_logprobs"]]
     if coef:
@@ -464,26 +452,28 @@ def _penalize(played: Played, known: Known, coef: float, estimator: str) -> Play
         penalty = advantages.kl_penalty(
             sampling_logprobs=sampled, reference_logprobs=theirs, coef=coef, estimator=estimator
         )
-    totals = np.array([total + p.sum() for total, p in zip(played.totals, penalty, strict=True)])
-    return attrs.evolve(played, totals=totals, rewards=list(map(np.add, played.rewards, penalty)), known=known)
+    totals = np.array([total + p.sum() for total, p in zip(episodes.totals, penalty, strict=True)])
+    return attrs.evolve(episodes, totals=totals, rewards=list(map(np.add, episodes.rewards, penalty)), known=known)
 
 
-def _add_entropy(estimate: Arrays, known: Known, coef: float) -> Arrays:
-    if not coef:
-        return estimate
-    bonus = advantages.entropy_bonus(sampling_logprobs=known["sampling_logprobs"], coef=coef)
-    return list(map(np.add, estimate, bonus))
-
-
-def _take_returns(estimate: Estimate, critic: Critic | None, known: Known, *, normalize: bool) -> tuple[Arrays, Known]:
-    """Return the advantages, and the inputs of a critic's loss where the estimator gives returns."""
-    if not isinstance(estimate, tuple):
-        return estimate, {}
-    if critic is None:
-        why = "the estimator gives returns, which train a critic"
-        raise ConfigError("critic", "is None", "a critic, or an estimator without returns", why)
-    values = {"returns": estimate[1], "old_values": known["values"]}
-    return advantages.rebn(estimate[0]) if normalize else estimate[0], values
+def estimate(
+    function: Estimator, config: Config, level: str, episodes: Episodes, entropy_coef: float, *, normalize: bool
+) -> tuple[Arrays, Known]:
+    """Return the advantages, and the inputs of the policy's and of a critic's losses, all [token_count] each."""
+    known = episodes.known
+    inputs = {name: known[name] for name in ("reference_logprobs",) if name in known}
+    found = LEVELS[level](function, config, episodes)
+    if isinstance(found, tuple):
+        if "values" not in known:
+            why = "the estimator gives returns, which train a critic"
+            raise ConfigError("critic", "is None", "a critic, or an estimator without returns", why)
+        found, returns = found
+        inputs |= {"returns": returns, "old_values": known["values"]}
+        found = advantages.rebn(found) if normalize else found
+    if entropy_coef:
+        bonus = advantages.entropy_bonus(sampling_logprobs=known["sampling_logprobs"], coef=entropy_coef)
+        found = list(map(np.add, found, bonus))
+    return found, {**inputs, "advantages": found}
 
 
 def _per_token(where: str, value: ArrayLike, count: int) -> np.ndarray:
@@ -493,36 +483,36 @@ def _per_token(where: str, value: ArrayLike, count: int) -> np.ndarray:
     return array
 
 
-def _ask(
+def ask_models(
     parts: Parts,
     reference: Sampler | None,
     teacher: Sampler | None,
     prefixes: Sequence[np.ndarray | None] | None,
     critic: Critic | None,
-    baseline: Sequence[float] | None,
 ) -> Known:
     """Return the inputs that an estimator of tokens may name; requests to one model run together."""
     flat = [datum for part in parts for datum in part]
-    sampled = _joined(parts, [d.select(d.inputs["sampling_logprobs"]) for d in flat])
+    sampled = _join(parts, [d.select(d.inputs["sampling_logprobs"]) for d in flat])
     known: Known = {"sampling_logprobs": sampled}
     if reference is not None:
-        known["reference_logprobs"] = _joined(parts, reference_logprobs(reference, flat).result())
+        known["reference_logprobs"] = _join(parts, reference_logprobs(reference, flat).result())
     if teacher is not None:
         known["teacher_logprobs"] = _ask_teacher(parts, teacher, prefixes, sampled)
     if critic is not None:
         values = critic.values(flat).result()
         _check.entries("critic.values(data)", values, len(flat), "one array per datum")
-        known["values"] = _joined(
+        known["values"] = _join(
             parts, [_select_values(i, *pair) for i, pair in enumerate(zip(flat, values, strict=True))]
         )
-    if baseline is not None:
-        greedy = [_check.real(f"baseline[{i}]", number, error=DataError) for i, number in enumerate(baseline)]
-        known["baseline"] = [np.asarray(number) for number in greedy]
     return known
 
 
+def _read_baseline(baseline: Sequence[float]) -> Arrays:
+    return [np.asarray(_check.real(f"baseline[{i}]", x, error=DataError)) for i, x in enumerate(baseline)]
+
+
 def _select_values(i: int, datum: Datum, values: np.ndarray) -> np.ndarray:
-    return datum.select(_fits(values, len(datum), "one value per token", f"critic.values(data)[{i}]"))
+    return datum.select(_check_size(values, len(datum), "one value per token", f"critic.values(data)[{i}]"))
 
 
 def _ask_teacher(
@@ -530,28 +520,38 @@ def _ask_teacher(
 ) -> Arrays:
     if prefixes is None:
         flat = [datum for part in parts for datum in part]
-        return _joined(parts, reference_logprobs(teacher, flat).result())
+        return _join(parts, reference_logprobs(teacher, flat).result())
     taught = [(part, prefix) for part, prefix in zip(parts, prefixes, strict=True) if prefix is not None]
     first = [prefix for part, prefix in taught for _ in part]
     asked = reference_logprobs(teacher, [d for part, _ in taught for d in part], prefixes=first)
-    answers = iter(_joined([part for part, _ in taught], asked.result()))
+    answers = iter(_join([part for part, _ in taught], asked.result()))
     return [own if prefix is None else next(answers) for prefix, own in zip(prefixes, sampled, strict=True)]
 
 
-def _joined(parts: Parts, arrays: Iterable[np.ndarray]) -> Arrays:
+def _join(parts: Parts, arrays: Iterable[np.ndarray]) -> Arrays:
     """Turn one array per datum into one per trajectory."""
     rest = iter(arrays)
     return [np.concatenate([next(rest) for _ in part]).astype(np.float64) for part in parts]
 
 
-def _make_data(parts: Parts, known: Known, inputs: Known) -> list[list[Datum]]:
-    """Return the datums of each trajectory, with the inputs [token_count] and a reference's logprobs cut among them."""
-    if "reference_logprobs" in known:
-        inputs = {"reference_logprobs": known["reference_logprobs"], **inputs}
+def collect(parts: Parts, inputs: Known, weights: Sequence[ArrayLike] | None, used: Sequence[int]) -> list[list[Datum]]:
+    """Return the datums of each trajectory with its inputs, cut among them, and the caller's weights if there are any.
+
+    Args:
+        parts: the datums of each trajectory.
+        inputs: an array [token_count] per trajectory, by name.
+        weights: a number or [token_count] per trajectory.
+        used: the number of each trajectory among the caller's, for errors.
+    """
     data = []
-    for part, *row in zip(parts, *inputs.values(), strict=True):
+    for k, (part, *row) in enumerate(zip(parts, *inputs.values(), strict=True)):
         pieces = {name: _cut(part, array) for name, array in zip(inputs, row, strict=True)}
-        data.append([d.with_inputs(**{name: piece[j] for name, piece in pieces.items()}) for j, d in enumerate(part)])
+        made = [d.with_inputs(**{name: piece[j] for name, piece in pieces.items()}) for j, d in enumerate(part)]
+        if weights is not None:
+            array = _per_token(f"weights[{used[k]}]", weights[k], sum(int(datum.mask.sum()) for datum in part))
+            shares = _cut(part, array) if array.ndim else [array] * len(part)
+            made = list(map(multiply_weights, made, shares))
+        data.append(made)
     return data
 
 
@@ -560,21 +560,7 @@ def _cut(part: Sequence[Datum], array: np.ndarray) -> Arrays:
     return np.split(array, np.cumsum([int(datum.mask.sum()) for datum in part])[:-1])
 
 
-def _with_weights(
-    parts: list[list[Datum]], weights: Sequence[ArrayLike] | np.ndarray | None, used: Sequence[int]
-) -> list[list[Datum]]:
-    """Return the datums with the caller's weights, where there are such."""
-    if weights is None:
-        return parts
-    weighted = []
-    for i, part in zip(used, parts, strict=True):
-        array = _per_token(f"weights[{i}]", weights[i], sum(int(datum.mask.sum()) for datum in part))
-        pieces = _cut(part, array) if array.ndim else [array] * len(part)
-        weighted.append([multiply_weights(datum, piece) for datum, piece in zip(part, pieces, strict=True)])
-    return weighted
-
-
-def _numbers(known: Known, estimate: Arrays) -> dict[str, float]:
+def _measure(known: Known, estimate: Arrays) -> dict[str, float]:
     """Return the spread of the advantages, and the distance of the sampler from the reference and the teacher."""
     numbers = {
         "train/advantage_std": float(np.concatenate(estimate).std()),
@@ -585,7 +571,3 @@ def _numbers(known: Known, estimate: Arrays) -> dict[str, float]:
             pair = {"trainer_logprobs": known[f"{name}_logprobs"], "sampling_logprobs": known["sampling_logprobs"]}
             numbers[f"train/kl_{name}"] = metrics.kl_v1(**pair)
     return numbers
-
-
-for _public in (Batch, Item, assign, minibatches, weigh):
-    _public.__module__ = __name__  # where users import them from
