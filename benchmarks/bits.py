@@ -79,7 +79,7 @@ def toy(found: Results) -> None:
         path = Path(policy.save("end").result())
         weights = [path] if path.is_file() else sorted(path.rglob("*.npz"))
         for file in weights:
-            with np.load(file) as saved:
+            with np.load(file, allow_pickle=False) as saved:
                 flatten(
                     f"toy.saved.{file.name}",
                     {key: saved[key] for key in saved.files if saved[key].dtype.kind in "iuf"},
@@ -178,7 +178,7 @@ def _nan(value: Any) -> Any:
 
 def compare(before: Path, after: Path) -> int:
     """Print what differs; return 1 if anything does that must not."""
-    with np.load(before) as old, np.load(after) as new:
+    with np.load(before, allow_pickle=False) as old, np.load(after, allow_pickle=False) as new:
         gone, added = sorted(set(old.files) - set(new.files)), sorted(set(new.files) - set(old.files))
         wrong, largest, close = [], 0.0, 0
         for name in sorted(set(old.files) & set(new.files)):

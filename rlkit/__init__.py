@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from rlkit import errors
+from rlkit._runtime import PACKAGE
 from rlkit._runtime import VERSION as __version__  # noqa: N811
 from rlkit.backends import connect, reference_logprobs, sampler
 from rlkit.errors import *  # noqa: F403
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import answers as answers
     from rlkit import backends as backends
     from rlkit import chat as chat
+    from rlkit import cli as cli
     from rlkit import config as config
     from rlkit import corrections as corrections
     from rlkit import credit as credit
@@ -43,11 +46,13 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import envs as envs
     from rlkit import evaluation as evaluation
     from rlkit import filters as filters
+    from rlkit import futures as futures
     from rlkit import gateway as gateway
     from rlkit import harnesses as harnesses
     from rlkit import losses as losses
     from rlkit import metrics as metrics
     from rlkit import recipes as recipes
+    from rlkit import registry as registry
     from rlkit import report as report
     from rlkit import rewards as rewards
     from rlkit import rollouts as rollouts
@@ -59,6 +64,7 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import tools as tools
     from rlkit import tracking as tracking
     from rlkit import trajectory as trajectory
+    from rlkit import types as types
     from rlkit import uploads as uploads
     from rlkit.critics import critic as critic
     from rlkit.evaluation import evaluate as evaluate
@@ -66,35 +72,6 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit.runs import Run as Run
     from rlkit.server import serve as serve
 else:
-    _SUBMODULES = (
-        "advantages",
-        "answers",
-        "chat",
-        "config",
-        "corrections",
-        "credit",
-        "critics",
-        "envs",
-        "evaluation",
-        "filters",
-        "gateway",
-        "harnesses",
-        "losses",
-        "metrics",
-        "recipes",
-        "report",
-        "rewards",
-        "rollouts",
-        "runs",
-        "schedules",
-        "server",
-        "storage",
-        "testing",
-        "tools",
-        "tracking",
-        "trajectory",
-        "uploads",
-    )
     _NAMES = {
         "Run": "rlkit.runs",
         "critic": "rlkit.critics",
@@ -106,9 +83,12 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _NAMES:
             return getattr(importlib.import_module(_NAMES[name]), name)
-        if name in _SUBMODULES:
+        if name in _rooms():
             return importlib.import_module(f"rlkit.{name}")
         raise AttributeError(f"module 'rlkit' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*__all__, *_NAMES, *_SUBMODULES, "backends"})
+        return sorted({*__all__, *_NAMES, *_rooms()})
+
+    def _rooms() -> set[str]:
+        return {module.name for module in pkgutil.iter_modules([str(PACKAGE)]) if not module.name.startswith("_")}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import rlkit
 from rlkit import advantages, corrections, filters, losses, metrics, rewards, schedules
 from rlkit.advantages import gae, grpo
-from rlkit.backends.local import LocalBackend
 
 policy = rlkit.connect("toy")
 sampler = policy.sampler().result()
