@@ -75,7 +75,7 @@ def lazy_names(
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Warn as ``warnings.warn`` does, at the user's line; in a thread of rlkit's own, at the caller's line."""
+    """Warn as ``warnings.warn`` does, at the user's line; in a thread that rlkit started, at the line of rlkit."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and _package(frame) == "rlkit":
         level, frame = level + 1, frame.f_back

@@ -237,7 +237,7 @@ def weigh(items: Sequence[Item], mode: str | None = "token-mean", *, constant: f
         constant: > 0, for the modes that end in "-norm".
 
     Raises:
-        ConfigError: there is no such mode, or constant does not fit it.
+        ConfigError: the mode is unknown, or constant does not fit it.
 
     >>> import rlkit
     >>> pair = [Item([rlkit.Datum([1, 2], [0, 1])]), Item([rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])])]

@@ -1,4 +1,4 @@
-"""What a loss is, and what stands between a loss and a backend.
+"""Say what a loss is, and prepare one for a backend.
 
 A loss is a function of the tokens that the policy chose in one datum, n of them, and returns a sum over these tokens:
 
@@ -91,11 +91,11 @@ class Range:
 
 @attrs.frozen
 class Marks:
-    """How a loss is called, and what is known of it besides its signature.
+    """Say how a loss is called, and what its signature cannot tell.
 
     Attributes:
         level, elementwise: see ``loss``.
-        ranges: the values of inputs that are settings, such as the coefficient of a KL term that follows a schedule.
+        ranges: the values that inputs may have which act as settings, such as the coefficient of a KL term.
         score: of a loss that prefers the chosen of two answers to one prompt: arguments of one -> its score. How far
             the chosen one is ahead is reported as a metric.
     """
@@ -497,7 +497,7 @@ def _make_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
 def _check_input(where: str, name: str, datum: Datum, *, wide: bool) -> None:
     """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all.
 
-    An input is a number or shaped like the driver, [n] or [n, K]; beside [n, K] it may be [n], too. Logprobs are shaped
+    An input is a number or shaped like the driver, [n] or [n, K]; with [n, K] it may also be [n]. Logprobs are shaped
     exactly like the driver.
     """
     shape, n, length = datum.inputs[name].shape, int(datum.mask.sum()), len(datum)
@@ -509,7 +509,7 @@ def _check_input(where: str, name: str, datum: Datum, *, wide: bool) -> None:
         raise DataError(where, f"has shape {shape}", f"{', '.join(expected[:-1])} or {expected[-1]}", why)
 
 
-# What follows is of rlkit's own losses: a user's needs none of it.
+# The rest serves the losses of rlkit; a user's loss does not need it.
 
 
 def define(
@@ -520,10 +520,10 @@ def define(
     ranges: Mapping[str, Range] | None = None,
     score: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
 ) -> Callable[[F], F]:
-    """Register a loss of rlkit's own with its marks, and guard direct calls of it.
+    """Register a loss of rlkit with its marks, and check the shapes in direct calls of it.
 
-    An elementwise one leaves tokens of weight 0 out in direct calls, too. Other levels do so in their formulas, since
-    what the tokens of a sequence or batch have in common counts all of them.
+    An elementwise loss leaves tokens of weight 0 out in direct calls, too. Other levels do so in their formulas, since
+    what the tokens of a sequence or batch have in common depends on all of them.
     """
 
     def add(function: F) -> F:

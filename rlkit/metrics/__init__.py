@@ -40,7 +40,7 @@ def kl_v1(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
             rounding up to 0.1.
 
     Raises:
-        DataError: shapes differ, an entry is not a logprob, or there is no token at all.
+        DataError: shapes differ, an entry is not a logprob, or no token is given.
 
     >>> kl_v1(trainer_logprobs=[-0.5, -2.0], sampling_logprobs=[-1.0, -1.0])  # (-0.5 + 1) / 2
     0.25
@@ -239,7 +239,7 @@ def token_lag(*, versions: RowsLike, current: int) -> dict[str, float]:
         "mean" and "max" over all tokens, and "mixed": the share of sequences that several policies drew.
 
     Raises:
-        DataError: there is no token, or a version is negative, no integer, or newer than ``current``.
+        DataError: no token is given, or a version is negative, not an integer, or newer than ``current``.
 
     >>> token_lag(versions=[[3, 3, 4], [4, 4]], current=5)
     {'mean': 1.4, 'max': 2.0, 'mixed': 0.5}
