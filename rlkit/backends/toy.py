@@ -354,7 +354,7 @@ class ToyBackend(InProcessBackend):
     True
     """
 
-    _wanted = tuple(_OUTPUTS)
+    _seeds: SeedStream
 
     def __init__(
         self,
