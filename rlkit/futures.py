@@ -107,7 +107,7 @@ class Future(Generic[T]):
 
         def drop() -> None:
             for future in futures:
-                if not future._waiting:  # noqa: SLF001  # no one else waits for it by itself
+                if not future._waiting:  # noqa: SLF001  # another reader may wait for it alone
                     future._drop()  # noqa: SLF001
 
         def cancel() -> bool:
@@ -210,7 +210,7 @@ async def settled(inner: concurrent.futures.Future[U], timeout: float | None = N
                 waiter.set_result(None)
 
         def wake_from_thread(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: no one waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and the waiting ended with it
                 loop.call_soon_threadsafe(wake)
 
         inner.add_done_callback(wake_from_thread)

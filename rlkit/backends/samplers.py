@@ -63,11 +63,11 @@ class LoraAdapter:
 
 @runtime_checkable
 class SamplingEngine(Protocol):
-    """Samples what a trainer trains: ``rlkit.connect("local", sampler=engine)``.
+    """An engine that samples a trainer's policy: ``rlkit.connect("local", sampler=engine)``.
 
     The trainer calls it from one thread, in the order of the user's calls: for ``policy.sampler()`` it asks for
     ``sampler(version)``; where that is None it calls ``load_adapter`` and asks again. Versions grow by 1 with every
-    optimizer step. What the engine raises is raised by the future of ``policy.sampler()``, and training goes on.
+    optimizer step. The future of ``policy.sampler()`` raises the engine's errors, and training goes on.
     """
 
     def load_adapter(self, adapter: LoraAdapter, version: int) -> None:
@@ -145,7 +145,7 @@ class OpensEngine(Protocol):
 
         Args:
             lora: the adapter's shape.
-            given: what the user gave, for messages.
+            given: the user's value, for messages.
         """
 
     def open(self, policy: TrainedPolicy) -> SamplingEngine:
@@ -159,7 +159,7 @@ class SuccessiveSampler(Resource):
         first: the policy as it is.
         update: takes a snapshot of the policy as of its call and, when that is there, calls ``switch_to`` with it; the
             future gives its version.
-        switches: "token" where no request of theirs is running when ``switch_to`` is called.
+        switches: "token" where no request is running when ``switch_to`` is called.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ def reference_logprobs(
 ) -> Future[list[np.ndarray]]:
     """Return the logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
 
-    They are asked for at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
+    They are computed at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
     scored after some more tokens, such as a message with the right answer: the policy is then its own teacher.
 
     Args:

@@ -36,12 +36,12 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]
     """Write a new folder ``parent/label-xxxxxxxx``: under another name first, then renamed.
 
     Args:
-        parent: made if missing.
-        label: what the folder's name begins with.
-        fill: writes files into the folder it is given, and returns what ``state.json`` is to hold.
+        parent: created if missing.
+        label: the beginning of the folder's name.
+        fill: writes files into the given folder, and returns the fields of ``state.json``.
 
     Raises:
-        CheckpointError: the system refused; nothing is left behind.
+        CheckpointError: the system refused; no partial state stays.
     """
     unique = f"{label}-{uuid.uuid4().hex[:8]}"
     final, temporary = parent / unique, parent / f".{unique}.partial"
@@ -144,7 +144,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         return
     if folder.is_symlink() or not (folder / _STATE).is_file():
         raise CheckpointError(f"delete: {folder} is not a saved state; nothing was removed")
-    gone = folder.with_name(f".{folder.name}.partial")  # from here on no one finds half of it
+    gone = folder.with_name(f".{folder.name}.partial")  # renamed first, so that half of it is never found
     try:
         folder.rename(gone)
         shutil.rmtree(gone)

@@ -41,8 +41,8 @@ _PROBES = (
 def same_tokenizer(one: Tokenizer, two: Tokenizer, *, ends: bool = True) -> str:
     """Describe the difference of two tokenizers; "" where there is none.
 
-    Compared are how some texts in several scripts are encoded, the end tokens, and what a thousand ids decode to. Sizes
-    of vocabularies are not: models of one family pad theirs differently.
+    The comparison covers the encoding of some texts in several scripts, the end tokens, and the decoding of a thousand
+    ids. It leaves out the sizes of vocabularies: models of one family pad theirs differently.
 
     Args:
         one, two: the tokenizers.
@@ -160,7 +160,7 @@ class LocalTokenizer:
 
     @property
     def added_tokens(self) -> dict[str, bool]:
-        """Return the texts that are tokens of their own, and whether they are special (control tokens)."""
+        """Return the texts that were added as single tokens, and whether they are special (control tokens)."""
         return {token.content: bool(token.special) for token in self.hf.added_tokens_decoder.values()}
 
     @property
@@ -222,7 +222,7 @@ def reason_of(error: Exception) -> str:
 
 def source_of(tokenizer: Tokenizer) -> str | None:
     """Return the absolute folder, or the hub id, that a tokenizer was read from, or None."""
-    name = getattr(getattr(tokenizer, "hf", None), "name_or_path", None)
+    name = str(getattr(getattr(tokenizer, "hf", None), "name_or_path", None) or "")
     return str(Path(name).absolute()) if name and Path(name).is_dir() else name or None
 
 

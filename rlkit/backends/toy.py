@@ -53,7 +53,7 @@ State: TypeAlias = tuple[np.ndarray, np.ndarray]  # of n prefixes: the last thre
 
 
 class Features:
-    """Fixed random features of a prefix: what the last tokens are, and a fading memory of all before."""
+    """Fixed random features of a prefix: its last three tokens, and a fading memory of all before."""
 
     def __init__(self, vocab_size: int, width: int = 64) -> None:
         rng = np.random.default_rng(0)
@@ -277,12 +277,8 @@ class ToySampler(Resource):
                 break
             features, state = self._features.read(state, drawn)
         made = {"version": self.version, **params.sampling_options}
-        return Future.of(
-            [
-                Sample(prompt, row, lp, "stop" if end else "length", **made)
-                for row, lp, end in zip(tokens, logprobs, ended, strict=True)
-            ]
-        )
+        rows = zip(tokens, logprobs, ended, strict=True)
+        return Future.of([Sample(prompt, row, lp, "stop" if end else "length", **made) for row, lp, end in rows])
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""

@@ -105,7 +105,7 @@ class Executor(Protocol):
         """Wait until the jobs of all calls made so far have run."""
 
     def close(self) -> None:
-        """Finish what was started, and end. May be called twice."""
+        """Finish the calls that were started, and end. May be called twice."""
 
 
 class CallQueue:
@@ -117,7 +117,7 @@ class CallQueue:
 
     Attributes:
         closed: whether ``close`` was called.
-        generation: of the calls made now.
+        generation: of new calls.
         pending: whether a gradient is accumulated, by the calls as they were made.
         accumulated: the same, by the calls as they were carried out (on a service: sent).
         failure: the latest; it refuses the calls of its generation and of earlier ones.
@@ -407,7 +407,7 @@ class _Loop:
             try:
                 item = self.jobs.get(delay != 0, delay)
             except queue.Empty:
-                if closing:  # what a last job has submitted has run, too
+                if closing:  # the jobs that the last job submitted have run, too
                     break
                 if self.background.delay() == 0:
                     self.background.turn()
@@ -578,7 +578,7 @@ class BaseTrainer(Resource):
     _seeds: SeedStream | None = None  # of sampling; None for a critic
     _queue: CallQueue
     _wanted: ClassVar[Sequence[str]] = ()  # the names that ``want`` may have
-    _drivers: ClassVar[Sequence[str]] = ("logprobs", "target_logprobs")  # what losses may be driven by
+    _drivers: ClassVar[Sequence[str]] = ("logprobs", "target_logprobs")  # the inputs that may drive a loss
 
     # The hooks: the jobs of the queue (see ``Job``).
 
@@ -644,7 +644,7 @@ class BaseTrainer(Resource):
         """Drop the accumulated gradient, and accept calls again after a failure. See ``TrainerBackend.discard``."""
 
     def close(self) -> None:
-        """Finish the calls made so far, free the model, and refuse what comes after. May be called twice."""
+        """Finish the calls made so far, free the model, and refuse later ones. May be called twice."""
         self._queue.close()
 
     def _check_call(
@@ -662,7 +662,7 @@ class BaseTrainer(Resource):
 
         Args:
             data, loss, config, want: as in ``TrainerBackend.forward``.
-            backward: whether a gradient is asked for.
+            backward: whether the call computes a gradient.
         """
         if loss is None and backward:
             raise ConfigError("forward_backward: loss is None; expected a name or a function (or call forward)")
