@@ -155,7 +155,7 @@ class TrainerBackend(Protocol):
         """Take a snapshot of the policy as of this call."""
 
     def base_sampler(self) -> Future[Sampler]:
-        """Return a sampler of the base model, as it was before training."""
+        """Return a sampler of the base model, before any training."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Write weights, and with ``optimizer`` its state; ``name`` is a label, the path is unique and the only handle.
