@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -108,7 +107,7 @@ class Future(Generic[T]):
 
         def drop() -> None:
             for future in futures:
-                if not future._waiting:  # noqa: SLF001  # no one else waits for it by itself
+                if not future._waiting:  # noqa: SLF001  # another reader may wait for it alone
                     future._drop()  # noqa: SLF001
 
         def cancel() -> bool:
@@ -134,16 +133,15 @@ class Future(Generic[T]):
         timeout = _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
         self._check_process()
         self._waiting.append(None)
-        interrupted = False
         try:
             concurrent.futures.wait([self._inner], timeout)
         except BaseException as error:
-            interrupted = not isinstance(error, Exception)  # Ctrl-C, and not a time limit of the caller's own
+            # Ctrl-C, and not a time limit that the caller set, has ended the last waiting.
+            if not isinstance(error, Exception) and len(self._waiting) == 1:
+                self._drop()
             raise
         finally:
             self._waiting.pop()
-            if interrupted and not self._waiting:
-                self._drop()
         if not self._inner.done():
             raise BackendTimeout(f"no result within {timeout} s; the call continues, read it again later")
         try:
@@ -212,7 +210,7 @@ async def settled(inner: concurrent.futures.Future[U], timeout: float | None = N
                 waiter.set_result(None)
 
         def wake_from_thread(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: no one waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and the waiting ended with it
                 loop.call_soon_threadsafe(wake)
 
         inner.add_done_callback(wake_from_thread)
@@ -223,18 +221,14 @@ async def settled(inner: concurrent.futures.Future[U], timeout: float | None = N
 def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
     """Return a future that is done when all of ``parts`` are, whether they failed or not."""
     whole: concurrent.futures.Future[None] = concurrent.futures.Future()
-    left, lock = len(parts), threading.Lock()
+    rest = iter(parts)
 
-    def count_down(_: object) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            whole.set_result(None)
-
-    for part in parts:
-        part.add_done_callback(count_down)
-    if not parts:
+    def wait_for_next(_: object = None) -> None:
+        for part in rest:
+            if not part.done():
+                part.add_done_callback(wait_for_next)  # in one part at a time, so that no lock is needed
+                return
         whole.set_result(None)
+
+    wait_for_next()
     return whole

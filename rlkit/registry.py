@@ -1,4 +1,4 @@
-"""Name -> implementation, with decorators to add and misses that say what exists."""
+"""Name -> implementation, with decorators to add and misses that list the existing names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Registry(dict[str, Any]):
         """Return an empty registry.
 
         Args:
-            kind: what it holds, for messages.
+            kind: of its entries, for messages.
             entry_point_group: of packages that add to it.
         """
         super().__init__()
@@ -51,7 +51,7 @@ class Registry(dict[str, Any]):
     def register(self, name: str) -> Callable[[F], F]:
         """Decorate a function or class to add it under ``name``.
 
-        One of the same module and name takes the place of the old one, as when a cell of a notebook runs again.
+        It replaces one of the same module and qualified name, as when a cell of a notebook runs again.
 
         Raises:
             ConfigError: ``name`` is not a non-empty string or is taken, or the object is not a function or class.
@@ -60,9 +60,8 @@ class Registry(dict[str, Any]):
             raise ConfigError(f'a {self.kind} is registered under a non-empty name, @register("name"); got {name!r}')
 
         def add(implementation: F) -> F:
-            if not (callable(implementation) or attrs.has(type(implementation))):
-                what = f"got {_check.describe(implementation)}"
-                raise ConfigError(f"{self.kind} {name!r}", what, "a function or a class")
+            good = callable(implementation) or attrs.has(type(implementation))
+            _check.require(good, f"{self.kind} {name!r}", implementation, "a function or a class")
             there = dict.get(self, name, implementation)
             if there is not implementation and not _redefined(there, implementation):
                 raise ConfigError(f"a {self.kind} named {name!r} already exists; delete it from the registry first")
@@ -133,7 +132,7 @@ class Registry(dict[str, Any]):
 
 
 def _redefined(old: object, new: object) -> bool:
-    """Return whether ``new`` is what a module now has under the name that ``old`` had there."""
+    """Return whether ``new`` replaces ``old`` under the same name of the same module."""
     if attrs.has(type(new)) and old == new:
         return True
     one, two = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (old, new)]

@@ -18,10 +18,10 @@ LARGEST = (256, 4096)  # of a row's tokens are searched for what it keeps; a row
 
 
 class TokenCounts:
-    """The tokens of a prompt and its completion, and how often the completion has each.
+    """The tokens of a prompt and its completion, and how often each occurs in the completion.
 
     Args:
-        prompt: int [P], of which the completion has none yet.
+        prompt: int [P]; its tokens begin with a count of 0.
 
     >>> counts = TokenCounts(np.array([7, 5, 7]))
     >>> for token in (5, 9, 9):
@@ -37,7 +37,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, params: SamplingParams, prompt: np.ndarray) -> TokenCounts | None:
-        """Return what ``params`` need of a new completion of ``prompt``: None where they have no penalty."""
+        """Return the counts that ``params`` need for a new completion of ``prompt``; None without a penalty."""
         if not params.penalizes:
             return None
         return cls(prompt if params.repetition_penalty != 1.0 else prompt[:0])
@@ -84,17 +84,16 @@ def penalize(
             seen.append((row, how, of))
     if not seen:
         return logits
-    sizes = [of.ids.size for _, _, of in seen]
+    rows, hows, ofs = zip(*seen, strict=True)
+    penalties = [(how.repetition_penalty, how.presence_penalty, how.frequency_penalty) for how in hows]
+    sizes = [of.ids.size for of in ofs]
     row, ids, times, repetition, presence, frequency = (
         torch.from_numpy(array).to(logits.device)
         for array in (
-            np.repeat([row for row, _, _ in seen], sizes),
-            np.concatenate([of.ids for _, _, of in seen]),
-            np.concatenate([of.counts for _, _, of in seen]),
-            *(
-                np.repeat(np.array([getattr(how, name) for _, how, _ in seen], np.float32), sizes)
-                for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-            ),
+            np.repeat(rows, sizes),
+            np.concatenate([of.ids for of in ofs]),
+            np.concatenate([of.counts for of in ofs]),
+            *np.repeat(np.array(penalties, np.float32), sizes, axis=0).T,
         )
     )
     scores = logits[row, ids]
@@ -104,7 +103,7 @@ def penalize(
 
 
 def cut(probs: torch.Tensor, logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Set to 0 what each row's options cut: top_k first, then top_p of the mass that is left, then min_p.
+    """Set to 0 the tokens that each row's options cut: top_k first, then top_p of the mass that is left, then min_p.
 
     A row's result, to the bit, depends on that row alone. Tokens as probable as the last one that is kept stay, too.
 
@@ -183,8 +182,7 @@ def draw(
     logits = logits.float()
     if logits.device.type == "mps":  # which has no float64, in which mass is added up
         logits = logits.cpu()
-    if any(p.penalizes for p in params):
-        logits = penalize(logits, params, [None] * len(params) if counts is None else counts)
+    logits = penalize(logits, params, [None] * len(params) if counts is None else counts)
     if logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
     if any(p.temperature not in (0, 1) for p in params):

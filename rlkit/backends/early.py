@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -31,10 +31,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 def resolve_class(
     registry: Registry, name: str, options: Mapping[str, object], kind: type[ModelOptions], call: str
 ) -> Any:
-    """Return what a registry of backends or critics has under ``name``; the options of "local" are checked before.
+    """Return the entry ``name`` of a registry of backends or critics, after a check of the options of "local".
 
     Raises:
-        UnknownNameError: it has nothing of that name.
+        UnknownNameError: the registry has no such name.
         MissingPackageError: a package is not installed.
         ConfigError: as for ``check_local``.
     """
@@ -53,15 +53,16 @@ def check_local(options: Mapping[str, Any], kind: type[ModelOptions]) -> None:
     """Check the options of a call that opens something of the local backend, whose import takes seconds.
 
     Args:
-        options: of the call; where the class lacks one, that is left to the import, which names it.
+        options: of the call; one that the class lacks is left to the import, which names it.
         kind: their class.
 
     Raises:
-        ConfigError: no model is given, or one that is none; no such device is here; an option is out of range.
+        ConfigError: no model is given, it is not a model, the device is not on this machine, or an option is out of
+            range.
     """
-    known = options.keys() <= attrs.fields_dict(kind).keys()
     if not has_torch():
         return  # the import says what to install
+    known = options.keys() <= attrs.fields_dict(kind).keys()
     if options.get("model") is not None:
         hub_source(check_model(options["model"]), "model", "config.json")
     elif options.get("resume_from") is None and options.get("init_from") is None and known:
@@ -83,10 +84,9 @@ def check_model(model: object) -> str:
     Raises:
         ConfigError: it is none of these.
     """
-    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
-        expected = f"a directory, a hub id, or {SMOLLM2!r}"
-        raise ConfigError("model", f"got {_check.describe(model)}", expected)
-    name = os.fspath(model)
+    good = isinstance(model, (str, os.PathLike)) and os.fspath(model)
+    _check.require(good, "model", model, f"a directory, a hub id, or {SMOLLM2!r}")
+    name = os.fspath(cast("str | os.PathLike[str]", model))
     if name.lower() == SMOLLM2:
         return SMOLLM2
     path = Path(name).expanduser()
@@ -97,20 +97,19 @@ def check_model(model: object) -> str:
     if path.exists():
         raise ConfigError("model", f"{name!r} is a file", "the directory of a saved model")
     if _HUB_ID.fullmatch(name) is None or isinstance(model, os.PathLike):
-        close = difflib.get_close_matches(name.lower(), [SMOLLM2], n=1)
-        hint = f"did you mean {SMOLLM2!r}?" if close else ""
+        hint = f"did you mean {SMOLLM2!r}?" if difflib.get_close_matches(name.lower(), [SMOLLM2]) else ""
         raise ConfigError("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
     return name
 
 
 def device_of(device: str | None) -> torch.device:
-    """Return the device under one name alone: "cuda" is "cuda:0", or whichever is the current one.
+    """Return the device under its only name: "cuda" becomes "cuda:0", or the current one.
 
     Args:
-        device: its name; None is a GPU of CUDA where there is one, else the CPU.
+        device: its name; None is a GPU of CUDA if the machine has one, else the CPU.
 
     Raises:
-        ConfigError: no device has that name, or there is none of it here.
+        ConfigError: no device has that name, or this machine lacks it.
 
     >>> device_of("cpu:0")
     device(type='cpu')
@@ -149,20 +148,17 @@ def _listed() -> str:
 
 
 def _why_none(kind: str) -> str:
-    """Return why there is no device of a kind; "" where there are some."""
+    """Return why torch finds no device of a kind; "" if it finds some."""
     import torch
 
-    if _devices().get(kind):
-        return ""
     built = {
         "cuda": torch.version.cuda or torch.version.hip,
         "mps": torch.backends.mps.is_built(),
         "xpu": getattr(torch.version, "xpu", None),
     }
-    build = f"torch {torch.__version__}"
-    if kind not in built:
+    if kind in _devices() or kind not in built:
         return ""
-    name = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}[kind]
+    build, name = f"torch {torch.__version__}", kind.upper()
     if not built[kind]:
         return f"{build} is built without {name}; install a build from pytorch.org that has it"
     return f"{build} is built with {name} but finds no device; check its driver"

@@ -1,4 +1,4 @@
-"""What a backend is: ``TrainerBackend`` and its ``Sampler``, ``Critic``, and small protocols for further abilities.
+"""The protocols of a backend: ``TrainerBackend``, its ``Sampler``, ``Critic``, and small ones for further abilities.
 
 Calls return at once and take effect in the order in which they were made. Their value is a future: ``.result()`` or
 ``await`` it; until then further calls stay in flight.
@@ -138,7 +138,7 @@ class TrainerBackend(Protocol):
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
     ) -> Future[ForwardBackwardOutput]:
-        """Add the gradient of the summed loss to what is accumulated, all or nothing.
+        """Add the gradient of the summed loss to the accumulated gradient, all or nothing.
 
         A name means the backend's native implementation, a callable exactly that code (rule R4). ``config`` sets
         the loss's keyword-only settings.
@@ -155,7 +155,7 @@ class TrainerBackend(Protocol):
         """Take a snapshot of the policy as of this call."""
 
     def base_sampler(self) -> Future[Sampler]:
-        """Return a sampler of the base model, without what was trained."""
+        """Return a sampler of the base model, before any training."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Write weights, and with ``optimizer`` its state; ``name`` is a label, the path is unique and the only handle.
@@ -177,7 +177,7 @@ class TrainerBackend(Protocol):
         """
 
     def close(self) -> None:
-        """Finish what was submitted, and end the backend."""
+        """Finish the submitted calls, and end the backend."""
 
     def __enter__(self) -> Self: ...
 
@@ -269,7 +269,7 @@ class PromptLogprobs(Protocol):
     """A sampler that gives a text's own logprobs and the most probable tokens in a single pass."""
 
     def prompt_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return (what ``logprobs`` returns [T], and the ids and logprobs of ``TopK.top_logprobs`` [T, k])."""
+        """Return (the logprobs of ``logprobs`` [T], the ids and the logprobs of ``TopK.top_logprobs`` [T, k])."""
 
 
 @runtime_checkable
@@ -296,10 +296,10 @@ class Storage(Protocol):
 
 @runtime_checkable
 class SavedSamplers(Protocol):
-    """A backend that samples from saved states besides its own policy, without another trainer."""
+    """A backend that also samples from saved states, without another trainer."""
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """Open a sampler of what ``save`` wrote at ``path``; it shares the base model with the backend's others."""
+        """Open a sampler of the state that ``save`` wrote at ``path``; the backend's samplers share the base model."""
 
 
 @runtime_checkable
@@ -311,7 +311,7 @@ class LiveSampler(Sampler, Protocol):
 
     @property
     def switches(self) -> Literal["token", "request"]:
-        """Return "token" or "request": what a single policy draws as a whole.
+        """Return the unit that a single policy draws as a whole, "token" or "request".
 
         "token": running requests go on under the newer policy. "request": they end under the policy with which they
         began, and later requests take the newer one.
@@ -344,7 +344,7 @@ class LiveSampling(Protocol):
 
 @runtime_checkable
 class Capabilities(Protocol):
-    """A backend that says what its service offers."""
+    """A backend that lists the abilities of its service."""
 
     def capabilities(self) -> Mapping[str, object]:
         """Return its abilities: "models", name -> longest context; "server_losses", whether it runs losses; ..."""

@@ -1,4 +1,4 @@
-"""What every sampler in this process does alike: check requests, and recognise the end of a completion."""
+"""The common part of samplers: check requests, and recognise the end of a completion."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from numpy.typing import ArrayLike
 from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import ConfigError, DataError, UnsupportedError
+from rlkit.errors import DataError, UnsupportedError
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
-__all__ = [
-    "Stop",
-    "check_mask",
-    "check_prompt",
-    "check_request",
-    "check_targets",
-    "round_up",
-]
+__all__ = ["Stop", "check_mask", "check_prompt", "check_request", "check_targets", "round_up"]
 
 
 def check_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
@@ -47,23 +40,20 @@ def check_request(
     Args:
         prompt, params, n, seed: as in ``Sampler.sample``.
         vocab_size, max_length: of the model.
-        lacks: options that this sampler does not have: "min_p", "repetition_penalty", ...
+        lacks: the options that this sampler lacks: "min_p", "repetition_penalty", ...
 
     Raises:
-        DataError, ConfigError: an argument is not what it should be.
+        DataError, ConfigError: an argument is of the wrong type or out of range.
         UnsupportedError: the params use an option that it lacks.
     """
-    if not isinstance(params, SamplingParams):
-        raise ConfigError("sample(params)", f"got {_check.describe(params)}", "rlkit.SamplingParams(...)")
+    _check.require(isinstance(params, SamplingParams), "sample(params)", params, "rlkit.SamplingParams(...)")
     for name in lacks:
-        if getattr(params, name) != OPTIONAL_OPTIONS[name]:
+        value = getattr(params, name)
+        if value != OPTIONAL_OPTIONS[name]:
             there = ", ".join(x for x in (*SAMPLING_OPTIONS, "stop") if x not in lacks)
-            raise UnsupportedError(
-                f"sample(params): {name}={getattr(params, name)}: this sampler has no such option; it has {there}"
-            )
+            raise UnsupportedError(f"sample(params): {name}={value}: this sampler has no such option; it has {there}")
     _check.integer("sample(n)", n, low=1, why="the number of completions")
-    if seed is not None:
-        _check.integer("sample(seed)", seed, low=0)
+    _check.optional(_check.integer, "sample(seed)", seed, low=0)
     if params.stop and not isinstance(params.stop[0], str):
         _check.token_ids("SamplingParams.stop", params.stop, vocab_size=vocab_size)
     array = check_prompt("sample(prompt)", prompt, vocab_size, max_length)
@@ -84,8 +74,7 @@ def check_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarray:
     if array.dtype.kind != "i" or array.ndim != 2 or len(array) != size or array.shape[1] == 0:
         raise DataError(where, f"is {_check.describe(array)}", f"int [{size}, K]")
     if array.max() >= vocab_size or array.min() < -1:
-        span = f"spans [{array.min()}, {array.max()}]"
-        raise DataError(where, span, "ids of the vocabulary, or -1 for none")
+        raise DataError(where, f"spans [{array.min()}, {array.max()}]", "ids of the vocabulary, or -1 for none")
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -102,12 +91,16 @@ def check_mask(mask: ArrayLike, size: int) -> np.ndarray:
     return array.astype(bool)
 
 
+# The characters of each tokenizer's tokens, as far as they are known, for all requests.
+_CHARACTERS: WeakKeyDictionary[Tokenizer, dict[int, frozenset[str]]] = WeakKeyDictionary()
+
+
 class Stop:
     """Recognise the end of a completion.
 
-    Text is decoded only after a token that may complete a stop string: one whose own text has the last character of
-    such a string, or bytes that are a character together with others, or the one after such a token, since some
-    tokenizers write the space that ends a word once another token follows.
+    Text is decoded only after a token that may complete a stop string: one whose text has the last character of such
+    a string, or a part of a character's bytes; or the token after such a one, since some tokenizers write the space
+    that ends a word once another token follows.
 
     Args:
         stop: as in ``SamplingParams``.
@@ -122,7 +115,10 @@ class Stop:
         # The rest is for tokens that join differently at the start of a text.
         self._longest = max(map(len, self._texts), default=0) + 8
         self._tokenizer = tokenizer
-        self._known = _characters_of(tokenizer)
+        try:
+            self._known = _CHARACTERS.setdefault(tokenizer, {})
+        except TypeError:  # a tokenizer that has no hash, or takes no weak references
+            self._known = {}
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """Return whether the last of ``tokens`` ends the completion."""
@@ -144,17 +140,6 @@ class Stop:
         if found is None:
             found = self._known[token] = frozenset(self._tokenizer.decode([token, token], skip_special=False))
         return found
-
-
-_CHARACTERS: WeakKeyDictionary[Tokenizer, dict[int, frozenset[str]]] = WeakKeyDictionary()
-
-
-def _characters_of(tokenizer: Tokenizer) -> dict[int, frozenset[str]]:
-    """Return the characters of a tokenizer's tokens, as far as they are known; of all requests together."""
-    try:
-        return _CHARACTERS.setdefault(tokenizer, {})
-    except TypeError:  # of a kind that has no hash or takes no weak references
-        return {}
 
 
 def round_up(x: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.errors import BackendError, ConfigError, DataError
+from rlkit.errors import BackendError, DataError
 from rlkit.futures import Future
 from rlkit.types import Datum, Lora, Sample, SamplingParams
 
@@ -45,7 +45,7 @@ class LoraAdapter:
 
     Attributes:
         tensors: on the CPU, "base_model.model.MODULE.lora_A.weight" [r, in] and "...lora_B.weight" [out, r].
-        config: what is in ``adapter_config.json``.
+        config: the content of ``adapter_config.json``.
     """
 
     tensors: Mapping[str, Tensor]
@@ -58,17 +58,16 @@ class LoraAdapter:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         save_file(dict(self.tensors), target / ADAPTER, metadata={"format": "pt"})
-        text = json.dumps(dict(self.config), indent=2, sort_keys=True)
-        (target / "adapter_config.json").write_text(text, "utf-8")
+        (target / "adapter_config.json").write_text(json.dumps(dict(self.config), indent=2, sort_keys=True), "utf-8")
 
 
 @runtime_checkable
 class SamplingEngine(Protocol):
-    """Samples what a trainer trains: ``rlkit.connect("local", sampler=engine)``.
+    """An engine that samples a trainer's policy: ``rlkit.connect("local", sampler=engine)``.
 
     The trainer calls it from one thread, in the order of the user's calls: for ``policy.sampler()`` it asks for
     ``sampler(version)``; where that is None it calls ``load_adapter`` and asks again. Versions grow by 1 with every
-    optimizer step. What the engine raises is raised by the future of ``policy.sampler()``, and training goes on.
+    optimizer step. The future of ``policy.sampler()`` raises the engine's errors, and training goes on.
     """
 
     def load_adapter(self, adapter: LoraAdapter, version: int) -> None:
@@ -94,9 +93,9 @@ class LiveEngine(Protocol):
     def live_sampler(
         self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
     ) -> SuccessiveSampler | None:
-        """Return a live sampler of these (see ``SuccessiveSampler``) whose ``switches`` is "token".
+        """Return a live sampler over ``first`` and ``update`` (see ``SuccessiveSampler``) that switches at a "token".
 
-        None where that cannot be; then running requests end under the policy with which they began.
+        None where the engine cannot; then running requests end under the policy with which they began.
         """
 
 
@@ -109,7 +108,7 @@ class TrainerLogprobs(Protocol):
 
 @attrs.frozen(kw_only=True)
 class TrainedPolicy:
-    """What a trainer says of its policy to settings that open an engine for it.
+    """A trainer's description of its policy, for settings that open an engine for it.
 
     Attributes:
         model: a folder or a hub id.
@@ -146,7 +145,7 @@ class OpensEngine(Protocol):
 
         Args:
             lora: the adapter's shape.
-            given: what the user gave, for messages.
+            given: the user's value, for messages.
         """
 
     def open(self, policy: TrainedPolicy) -> SamplingEngine:
@@ -160,7 +159,7 @@ class SuccessiveSampler(Resource):
         first: the policy as it is.
         update: takes a snapshot of the policy as of its call and, when that is there, calls ``switch_to`` with it; the
             future gives its version.
-        switches: "token" where no request of theirs is running when ``switch_to`` is called.
+        switches: "token" where no request is running when ``switch_to`` is called.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class SuccessiveSampler(Resource):
         """Release the policy; earlier requests are still answered."""
         self._newest = None
 
-    def __getattr__(self, name: str) -> Any:  # ``top_logprobs`` and what else the backend's samplers have
+    def __getattr__(self, name: str) -> Any:  # ``top_logprobs`` and other methods of the backend's samplers
         newest = None if name.startswith("_") else self._newest
         if newest is None:
             raise AttributeError(name)
@@ -218,12 +217,12 @@ def reference_logprobs(
 ) -> Future[list[np.ndarray]]:
     """Return the logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
 
-    They are asked for at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
+    They are computed at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
     scored after some more tokens, such as a message with the right answer: the policy is then its own teacher.
 
     Args:
         sampler: the reference or teacher: ``policy.base_sampler()``, or ``rlkit.sampler(...)`` with a saved path.
-        samples: samples, or datums, whose masked-in tokens are meant.
+        samples: samples, or datums, of which the masked-in tokens are scored.
         prefixes: token ids [P_i] put in front of each, one array per sample, which may be empty.
 
     Returns:
@@ -232,8 +231,8 @@ def reference_logprobs(
 
     Raises:
         ConfigError: ``sampler`` has no logprobs.
-        DataError: ``samples`` are something else, prefixes are not as many or no token ids, or a sample does not fit
-            into the sampler's context together with its prefix.
+        DataError: ``samples`` are of another type, the prefixes are of another number or no token ids, or a sample
+            does not fit into the sampler's context together with its prefix.
 
     >>> import rlkit
     >>> policy = rlkit.connect("toy", seed=0)
@@ -244,32 +243,33 @@ def reference_logprobs(
 
     Source: none needed; the prefix is self-distillation's, arXiv:2601.18734 (OPSD) and arXiv:2601.20802 (SDPO).
     """
-    if not callable(getattr(sampler, "logprobs", None)):
-        what, expected = f"got {_check.describe(sampler)}", "a sampler, such as policy.base_sampler().result() gives"
-        raise ConfigError("reference_logprobs(sampler)", what, expected)
-    if isinstance(samples, (Sample, Datum, str)) or not isinstance(samples, Sequence):
-        raise DataError("reference_logprobs(samples)", f"got {_check.describe(samples)}", "a list of samples or datums")
-    datums = [_read_sample(i, sample) for i, sample in enumerate(samples)]
+    expected = "a sampler, such as policy.base_sampler().result() gives"
+    _check.require(callable(getattr(sampler, "logprobs", None)), "reference_logprobs(sampler)", sampler, expected)
+    good, expected = isinstance(samples, Sequence) and not isinstance(samples, str), "a list of samples or datums"
+    _check.require(good, "reference_logprobs(samples)", samples, expected, error=DataError)
+    for i, each in enumerate(samples):
+        good = isinstance(each, (Sample, Datum))
+        _check.require(good, f"samples[{i}]", each, "a Sample or a Datum", error=DataError)
+    datums = [each.datum() if isinstance(each, Sample) else each for each in samples]
     heads = [np.zeros(0, np.int64)] * len(datums) if prefixes is None else _check_prefixes(sampler, datums, prefixes)
-    asked = [_ask(sampler, head, datum) for head, datum in zip(heads, datums, strict=True)]
+    requests = [_request_logprobs(sampler, head, datum) for head, datum in zip(heads, datums, strict=True)]
     return Future.all(
-        asked, lambda arrays: [d.select(x[head.size :]) for d, head, x in zip(datums, heads, arrays, strict=True)]
+        requests, lambda arrays: [d.select(x[head.size :]) for d, head, x in zip(datums, heads, arrays, strict=True)]
     )
 
 
-def _ask(sampler: Sampler, head: np.ndarray, datum: Datum) -> Future[np.ndarray]:
-    """Ask for the logprobs [P + T] of a datum after ``head``, where its mask is 1 at least."""
+def _request_logprobs(sampler: Sampler, head: np.ndarray, datum: Datum) -> Future[np.ndarray]:
+    """Request the logprobs [P + T] of a datum after ``head``, at least those of its masked-in tokens."""
     tokens, temperature = np.concatenate([head, datum.tokens]), datum.temperature or 1.0
     if hasattr(sampler, "masked_logprobs"):  # cheaper than the logprobs of the whole text
         mask = np.concatenate([np.zeros(head.size, bool), datum.mask])
-        asked: Future[np.ndarray] = sampler.masked_logprobs(tokens, mask, temperature=temperature)
-        return asked
+        requested: Future[np.ndarray] = sampler.masked_logprobs(tokens, mask, temperature=temperature)
+        return requested
     return sampler.logprobs(tokens, temperature=temperature)
 
 
 def _check_prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[object]) -> list[np.ndarray]:
-    if isinstance(prefixes, (str, bytes)) or len(prefixes) != len(datums):
-        raise DataError("reference_logprobs(prefixes)", f"has {len(prefixes)}", f"{len(datums)}", "one per sample")
+    _check.entries("reference_logprobs(prefixes)", prefixes, len(datums), "one per sample")
     size = sampler.tokenizer.vocab_size
     heads = [_check.token_ids(f"prefixes[{i}]", prefix, vocab_size=size) for i, prefix in enumerate(prefixes)]
     for i, (head, datum) in enumerate(zip(heads, datums, strict=True)):
@@ -277,8 +277,3 @@ def _check_prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequenc
             what = f"has {head.size} tokens, but the sample has {len(datum)}"
             raise DataError(f"prefixes[{i}]", what, f"together <= {sampler.max_length}", "the context")
     return heads
-
-
-def _read_sample(i: int, sample: Sample | Datum) -> Datum:
-    _check.require(isinstance(sample, (Sample, Datum)), f"samples[{i}]", sample, "a Sample or a Datum", error=DataError)
-    return sample.datum() if isinstance(sample, Sample) else sample

@@ -36,28 +36,25 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]
     """Write a new folder ``parent/label-xxxxxxxx``: under another name first, then renamed.
 
     Args:
-        parent: made if missing.
-        label: what the folder's name begins with.
-        fill: writes files into the folder it is given, and returns what ``state.json`` is to hold.
+        parent: created if missing.
+        label: the beginning of the folder's name.
+        fill: writes files into the given folder, and returns the fields of ``state.json``.
 
     Raises:
-        CheckpointError: the system refused; nothing is left behind.
+        CheckpointError: the system refused; no partial state stays.
     """
     unique = f"{label}-{uuid.uuid4().hex[:8]}"
     final, temporary = parent / unique, parent / f".{unique}.partial"
     try:
         temporary.mkdir(parents=True, mode=0o700)
-        state = dict(fill(temporary))
+        state: dict[str, object] = {"format": _FORMAT, **fill(temporary)}
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        checksums = {str(path.relative_to(temporary)): _digest(path) for path in files}
-        for path in files:
-            owned(path)
-            synced(path)
-        state = {"format": _FORMAT, **state, "sha256": checksums}
+        state["sha256"] = {str(path.relative_to(temporary)): _digest(path) for path in files}
         state["state_sha256"] = _own_digest(state)
         (temporary / _STATE).write_text(_text(state))
-        owned(temporary / _STATE)
-        synced(temporary / _STATE)
+        for path in (*files, temporary / _STATE):
+            owned(path)
+            synced(path)
         synced(temporary)
         temporary.rename(final)
         synced(parent)
@@ -70,11 +67,11 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]
 
 
 def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return (folder, state) of what ``write`` wrote, every file checked against its checksum.
+    """Return (folder, state) that ``write`` wrote, every file checked against its checksum.
 
     Args:
         path: the folder.
-        backend: who must have saved it; None for any.
+        backend: the one that must have saved it; None for any.
 
     Raises:
         CheckpointError: nothing is there, it is damaged, or it is another backend's.
@@ -83,9 +80,7 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
         raise ConfigError("resume_from or init_from", f"got {_check.describe(path)}", "the path that save() returned")
     folder = Path(path)
     try:
-        state = _verified(folder)
-    except CheckpointError:
-        raise
+        state = _verify(folder)
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{folder} holds no complete saved state: {error}") from error
     if backend is not None and state.get("backend") != backend:
@@ -95,9 +90,9 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
 
 @contextlib.contextmanager
 def restoring(folder: Path) -> Iterator[None]:
-    """Turn what is raised within, where a state that was read is put back, into a CheckpointError.
+    """Turn an error within, while a state that was read is restored, into a CheckpointError.
 
-    Its checksum may be right all the same: another version, or another program, has written it.
+    A state with the right checksum may still have the wrong content, if another version or program wrote it.
     """
     try:
         yield
@@ -107,36 +102,39 @@ def restoring(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _verified(folder: Path) -> dict[str, Any]:
-    """Return what state.json holds, once it and every file that it names have the checksums that it names."""
-    if (folder / _STATE).exists() and not (folder / _STATE).is_file():  # a pipe or a device has no end
-        raise CheckpointError(f"{folder / _STATE} is not a file")
-    text = (folder / _STATE).read_text("utf-8")
+def _verify(folder: Path) -> dict[str, Any]:
+    """Return the content of state.json, once it and every file that it names have the checksums in it."""
+    file = folder / _STATE
+    _check_file(file)
+    text = file.read_text("utf-8")
     state = json.loads(text)
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
-        raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
+        raise CheckpointError(f"{file} is not a saved state of format {_FORMAT}")
     written = _text(state)  # another text of the same content, such as 1E5 for 1e5, is damage too
     if state.pop("state_sha256", None) != _own_digest(state) or text != written:
-        raise CheckpointError(f"{folder / _STATE} is damaged: its SHA-256 differs from the recorded one")
+        raise CheckpointError(f"{file} is damaged: its SHA-256 differs from the recorded one")
     for name, expected in state["sha256"].items():
         file = folder / name
         if folder.resolve() not in file.resolve().parents:
             raise CheckpointError(f"{folder / _STATE} names a file outside its folder: {name!r}")
-        if file.exists() and not file.is_file():
-            raise CheckpointError(f"{file} is not a file")
+        _check_file(file)
         try:
             digest = _digest(file)
         except OSError as error:
             raise CheckpointError(f"{folder} lacks {name}: {error}") from error
         if digest != expected:
-            raise CheckpointError(
-                f"{file} is damaged: its SHA-256 is {digest[:12]}..., expected {str(expected)[:12]}..."
-            )
+            found = f"{digest[:12]}..., expected {str(expected)[:12]}..."
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is {found}")
     return state
 
 
+def _check_file(path: Path) -> None:
+    if path.exists() and not path.is_file():  # a pipe or a device has no end
+        raise CheckpointError(f"{path} is not a file")
+
+
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove what ``write`` wrote; do nothing where it is gone already.
+    """Remove a folder that ``write`` wrote; do nothing where it is gone already.
 
     Raises:
         CheckpointError: the folder is not a saved state, or the system refused.
@@ -146,7 +144,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         return
     if folder.is_symlink() or not (folder / _STATE).is_file():
         raise CheckpointError(f"delete: {folder} is not a saved state; nothing was removed")
-    gone = folder.with_name(f".{folder.name}.partial")  # from here on no one finds half of it
+    gone = folder.with_name(f".{folder.name}.partial")  # renamed first, so that half of it is never found
     try:
         folder.rename(gone)
         shutil.rmtree(gone)

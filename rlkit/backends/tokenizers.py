@@ -41,8 +41,8 @@ _PROBES = (
 def same_tokenizer(one: Tokenizer, two: Tokenizer, *, ends: bool = True) -> str:
     """Describe the difference of two tokenizers; "" where there is none.
 
-    Compared are how some texts in several scripts are encoded, the end tokens, and what a thousand ids decode to. Sizes
-    of vocabularies are not: models of one family pad theirs differently.
+    The comparison covers the encoding of some texts in several scripts, the end tokens, and the decoding of a thousand
+    ids. It leaves out the sizes of vocabularies: models of one family pad theirs differently.
 
     Args:
         one, two: the tokenizers.
@@ -87,10 +87,8 @@ class ByteTokenizer:
         _check.require(isinstance(text, str), "encode(text)", text, "a string")
         data = text.encode()
         ids = np.frombuffer(data, np.uint8).astype(np.int64)
-        if not special:
-            return ids
         keep = np.ones(ids.size, np.bool_)
-        for match in _CONTROL.finditer(data):
+        for match in _CONTROL.finditer(data) if special else ():
             ids[match.start()] = 256 + _SPECIAL.index(match[0].decode())
             keep[match.start() + 1 : match.end()] = False
         return ids[keep]
@@ -112,11 +110,12 @@ class ByteTokenizer:
         if variables:
             raise ConfigError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
         checked = _check.messages("apply_chat_template(messages)", messages)
-        start, end = [256], [257, 10]
-        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in checked]
+        ids: list[int] = []
+        for message in checked:
+            ids += [256, *f"{message['role']}\n{message['content']}".encode(), 257, *b"\n"]
         if add_generation_prompt:
-            parts.append([*start, *b"assistant\n"])
-        return np.array([token for part in parts for token in part], np.int64)
+            ids += [256, *b"assistant\n"]
+        return np.array(ids, np.int64)
 
 
 class LocalTokenizer:
@@ -129,7 +128,7 @@ class LocalTokenizer:
     """
 
     # Arguments of transformers besides the template's variables; truncation or a mask would change the result.
-    _GIVEN = frozenset(
+    _FIXED = frozenset(
         ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation")
     ) | {"max_length", "tokenizer_kwargs"}
 
@@ -161,7 +160,7 @@ class LocalTokenizer:
 
     @property
     def added_tokens(self) -> dict[str, bool]:
-        """Return the texts that are tokens of their own, and whether they are special (control tokens)."""
+        """Return the texts that were added as single tokens, and whether they are special (control tokens)."""
         return {token.content: bool(token.special) for token in self.hf.added_tokens_decoder.values()}
 
     @property
@@ -180,10 +179,8 @@ class LocalTokenizer:
         """Return the text of int [T]."""
         ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
         with self._turn:
-            text: str = self.hf.decode(
-                ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-            )
-        return text
+            options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+            return str(self.hf.decode(ids.tolist(), **options))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
@@ -197,27 +194,21 @@ class LocalTokenizer:
 
         Raises:
             UnsupportedError: the tokenizer has no chat template.
-            DataError: the template refuses the messages, or does what its sandbox forbids.
+            DataError: the template refuses the messages, or an operation that its sandbox forbids.
             ConfigError: an argument of transformers that decides on the form of the result, which is fixed here.
         """
         if self.chat_template is None and "chat_template" not in variables:
             raise UnsupportedError("the model's tokenizer has no chat template; encode the text yourself")
-        taken = self._GIVEN & variables.keys()
-        if taken:
+        if fixed := self._FIXED & variables.keys():
             raise ConfigError(
-                f"apply_chat_template: no argument {min(taken)!r}; it returns token ids, int64 [T], and passes other "
+                f"apply_chat_template: no argument {min(fixed)!r}; it returns token ids, int64 [T], and passes other "
                 "arguments to the template as variables"
             )
         messages = _check.messages("apply_chat_template(messages)", messages)
+        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
         try:
             with self._turn:
-                ids = self.hf.apply_chat_template(
-                    messages,
-                    tokenize=True,
-                    return_dict=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **variables,
-                )
+                ids = self.hf.apply_chat_template(messages, **options, **variables)
         except Exception as error:  # a template is a program of others
             what = f"the chat template refuses messages with the roles {_check.roles(messages)}"
             raise DataError(f"{what}: {type(error).__name__}: {error}") from error
@@ -225,20 +216,18 @@ class LocalTokenizer:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a library could not read what others made; its advice to trust code that comes along is left out."""
+    """Return why a library could not read the files of others, without its advice to trust the code in them."""
     return BRINGS_CODE if "trust_remote_code" in str(error) else f"{type(error).__name__}: {error}"
 
 
 def source_of(tokenizer: Tokenizer) -> str | None:
-    """Return the absolute folder, or the hub id, that a tokenizer was read from; None: it was not read from any."""
-    name = getattr(getattr(tokenizer, "hf", None), "name_or_path", None)
-    if not name:
-        return None
-    return str(Path(name).absolute()) if Path(name).is_dir() else str(name)
+    """Return the absolute folder, or the hub id, that a tokenizer was read from, or None."""
+    name = str(getattr(getattr(tokenizer, "hf", None), "name_or_path", None) or "")
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name or None
 
 
 def tokenizer_from(given: str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the tokenizer of a directory, a hub name, or an object that is one.
+    """Return the tokenizer of a directory or a hub name, or the object itself if it is a tokenizer.
 
     Raises:
         ConfigError: it cannot be read.
@@ -259,7 +248,6 @@ def tokenizer_from(given: str | os.PathLike[str] | Tokenizer | PreTrainedTokeniz
         return source
     if hasattr(source, "chat_template") and callable(source):
         hf = cast("PreTrainedTokenizerBase", source)
-        ends = hf.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        return LocalTokenizer(hf, vocab_size=len(hf), eos_ids=ends)
+        ends = hf.eos_token_id  # one, several or None
+        return LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[] if ends is None else np.ravel(ends).tolist())
     raise UnsupportedError("tokenizer: expected a directory, a hub name, a transformers tokenizer or rlkit's protocol")

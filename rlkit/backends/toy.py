@@ -1,17 +1,17 @@
 """The toy backend: a language model over bytes that learns in milliseconds. Read it before you write a backend.
 
 The model is tiny: p(next token | prefix) = softmax(features(prefix) @ W). Everything else is as in the other backends:
-order of calls, accumulation, snapshots, saving, failures. What each backend has to do stands here once:
+order of calls, accumulation, snapshots, saving, failures. This file shows each duty of a backend once:
 
 - ``ToyBackend._run``: the logprobs of each datum's own tokens; ``loss.gradient`` turns them into d loss / d logprobs,
   and the chain rule into d loss / d W, which is added to the gradient whole or not at all;
 - ``_step``, ``_drop``, ``_write``: the optimizer, forgetting the gradient, and the files of a saved state;
 - ``_snapshot``, ``_base``: samplers that later steps do not change, since an array of weights is never written to;
 - ``ToySampler``: samples that say how they were drawn, with the logprob of each token under the distribution that it
-  was drawn from. Options that it does not have are refused by name (``lacks=``).
+  was drawn from. It refuses the options that it lacks by name (``lacks=``).
 
 ``rlkit.backends.trainer`` checks the calls, runs these methods one after the other in a thread, and keeps the order
-after a failure. Whether a backend is right is tested by ``rlkit.testing.conformance``.
+after a failure. ``rlkit.testing.conformance`` tests whether a backend is right.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ByteTokenizer", "Features", "ToyBackend", "ToyCritic", "ToySampler", "Weights", "base_weights", "draw"]
 
-_MAX_LENGTH = 1024  # tokens
-
 State: TypeAlias = tuple[np.ndarray, np.ndarray]  # of n prefixes: the last three tokens [n, 3], the memory [n, width]
 
 
 class Features:
-    """Fixed random features of a prefix: what the last tokens are, and a fading memory of all before."""
+    """Fixed random features of a prefix: its last three tokens, and a fading memory of all before."""
 
     def __init__(self, vocab_size: int, width: int = 64) -> None:
         rng = np.random.default_rng(0)
@@ -81,11 +79,10 @@ class Features:
 
     def all(self, tokens: np.ndarray) -> np.ndarray:
         """Return [T, size]: row i are the features after token i."""
-        state, rows = self.start(1), []
-        for token in tokens:
-            features, state = self.read(state, np.array([token]))
-            rows.append(features[0])
-        return np.stack(rows)
+        state, rows = self.start(1), np.empty((len(tokens), self.size))
+        for i in range(len(tokens)):
+            rows[i : i + 1], state = self.read(state, tokens[i : i + 1])
+        return rows
 
     def before(self, datum: Datum) -> np.ndarray:
         """Return [n, size]: the features before each of the datum's own tokens, which predict it."""
@@ -161,10 +158,10 @@ class Weights:
         return {"optimizer": optimizer, "moment_steps": self.steps}
 
     def read(self, file: Path, state: Mapping[str, Any], *, optimizer: bool) -> None:
-        """Restore what was written.
+        """Restore the content of ``file``.
 
         Raises:
-            CheckpointError: it is of another shape, or was saved without its optimizer.
+            CheckpointError: its shape is another one, or it was saved without its optimizer.
         """
         with np.load(file, allow_pickle=False) as arrays:
             if arrays["weights"].shape != self.value.shape:
@@ -182,6 +179,20 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     above = logits - logits.max(-1, keepdims=True, initial=-np.inf)
     logprobs: np.ndarray = above - np.log(np.exp(above).sum(-1, keepdims=True))
     return logprobs
+
+
+def entropy(logprobs: np.ndarray) -> np.ndarray:
+    """Return the entropies [n] of distributions [n, V]."""
+    entropies: np.ndarray = -(np.exp(logprobs) * logprobs).sum(-1)
+    return entropies
+
+
+# The outputs that ``want`` may ask for, [n], from logprobs [n, V]; see ``DISTRIBUTION_OUTPUTS``.
+_OUTPUTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "entropy": entropy,
+    "sum_p2": lambda logprobs: (np.exp(logprobs) ** 2).sum(-1),
+    "sum_p2_logp": lambda logprobs: (np.exp(logprobs) ** 2 * logprobs).sum(-1),
+}
 
 
 def pick(logprobs: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -266,43 +277,35 @@ class ToySampler(Resource):
                 break
             features, state = self._features.read(state, drawn)
         made = {"version": self.version, **params.sampling_options}
-        return Future.of(
-            [
-                Sample(prompt, row, lp, "stop" if end else "length", **made)
-                for row, lp, end in zip(tokens, logprobs, ended, strict=True)
-            ]
-        )
+        rows = zip(tokens, logprobs, ended, strict=True)
+        return Future.of([Sample(prompt, row, lp, "stop" if end else "length", **made) for row, lp, end in rows])
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
-        array = self._check_text("logprobs(tokens)", tokens)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
-        return Future.of(self._score(array, array[:, None], temperature)[:, 0])
+        array, rows = self._score("logprobs(tokens)", tokens, temperature)
+        return Future.of(pick(rows, array[:, None])[:, 0])
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """See ``TopK``."""
-        array, size = self._check_text("top_logprobs(tokens)", tokens), self.tokenizer.vocab_size
-        _check.integer("top_logprobs(k)", k, low=1, high=size, why="the vocabulary")
-        whole = self._score(array, np.tile(np.arange(size), (array.size, 1)))
-        ids = np.argsort(-whole, axis=1, kind="stable")[:, :k]
+        _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
+        _, rows = self._score("top_logprobs(tokens)", tokens)
+        ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
         ids[0] = 0
-        return Future.of((ids, np.take_along_axis(whole, ids, 1)))
+        return Future.of((ids, pick(rows, ids)))
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
-        array = self._check_text("target_logprobs(tokens)", tokens)
-        return Future.of(self._score(array, check_targets(targets, array.size, self.tokenizer.vocab_size)))
+        array, rows = self._score("target_logprobs(tokens)", tokens)
+        return Future.of(pick(rows, check_targets(targets, array.size, self.tokenizer.vocab_size)))
 
-    def _check_text(self, where: str, tokens: TokenIds) -> np.ndarray:
-        self._open()
-        return check_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
-
-    def _score(self, tokens: np.ndarray, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """Return the logprobs [T, K] of ``ids`` [T, K]; 0 where an id is -1, and in row 0."""
-        out = np.zeros(ids.shape, np.float32)
-        if tokens.size > 1:
-            out[1:] = pick(log_softmax(self._features.all(tokens[:-1]) @ self._open() / temperature), ids[1:])
-        return out
+    def _score(self, where: str, tokens: TokenIds, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``tokens`` as int64 [T], and float32 [T, V]: the logprobs of every token at each place; row 0 is 0."""
+        weights, size = self._open(), self.tokenizer.vocab_size
+        array = check_prompt(where, tokens, size, self.max_length)
+        rows = np.zeros((array.size, size), np.float32)
+        rows[1:] = log_softmax(self._features.all(array[:-1]) @ weights / temperature)
+        return array, rows
 
     @property
     def nbytes(self) -> int:
@@ -320,14 +323,6 @@ class ToySampler(Resource):
         if self._weights is None:
             raise BackendError("this sampler is closed")
         return self._weights
-
-
-# What ``want`` may ask for, [n], from logprobs and probabilities [n, V].
-_OUTPUTS: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "entropy": lambda logprobs, probs: -(probs * logprobs).sum(-1),
-    "sum_p2": lambda logprobs, probs: (probs**2).sum(-1),
-    "sum_p2_logp": lambda logprobs, probs: (probs**2 * logprobs).sum(-1),
-}
 
 
 class ToyBackend(InProcessBackend):
@@ -354,7 +349,7 @@ class ToyBackend(InProcessBackend):
     True
     """
 
-    _wanted = tuple(_OUTPUTS)
+    _seeds: SeedStream
 
     def __init__(
         self,
@@ -374,7 +369,7 @@ class ToyBackend(InProcessBackend):
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
         self._weights = Weights(self._base_weights)
         self._seeds = SeedStream(resolve_seed(seed))
-        version, length = 0, _MAX_LENGTH
+        version, length = 0, 1024
         if path is not None:
             saved, state = saves.read(path, backend="toy")
             with saves.restoring(saved):
@@ -392,7 +387,7 @@ class ToyBackend(InProcessBackend):
         yield from ()  # a large model yields between micro-batches, so that sampling goes on
         predicted = [self._predict(datum) for datum in data]
         logprobs = [lp for _, lp in predicted]
-        outputs = {name: [_OUTPUTS[name](lp, np.exp(lp)) for lp in logprobs] for name in want}
+        outputs = {name: [_OUTPUTS[name](lp) for lp in logprobs] for name in want}
         own = [pick(lp, d.tokens[d.mask][:, None])[:, 0] for lp, d in zip(logprobs, data, strict=True)]
         if loss is None:
             return assemble_output(data, own, outputs)
@@ -401,15 +396,14 @@ class ToyBackend(InProcessBackend):
         ids = [d.inputs["target_tokens"] if loss.driver == "target_logprobs" else d.tokens[:, None] for d in data]
         ids = [row[d.mask] for row, d in zip(ids, data, strict=True)]
         driver = own if loss.driver == "logprobs" else [pick(lp, row) for lp, row in zip(logprobs, ids, strict=True)]
-        entropy = [_OUTPUTS["entropy"](lp, np.exp(lp)).astype(np.float32) for lp in logprobs] if loss.entropy else []
-        part = loss.gradient([*map(torch.from_numpy, driver)], data, entropy=[*map(torch.from_numpy, entropy)] or None)
+        entropies = [torch.from_numpy(entropy(lp).astype(np.float32)) for lp in logprobs] if loss.entropy else None
+        part = loss.gradient([torch.from_numpy(x) for x in driver], data, entropy=entropies)
         if backward:
             gradient = np.zeros_like(self._weights.value)
             for i, ((features, lp), row) in enumerate(zip(predicted, ids, strict=True)):
                 by_logits = pass_back(lp, row, part.driver[i].numpy())
                 if part.entropy is not None:  # dH / d logits = -p (log p + H)
-                    spread = lp + _OUTPUTS["entropy"](lp, np.exp(lp))[:, None]
-                    by_logits -= part.entropy[i].numpy()[:, None] * np.exp(lp) * spread
+                    by_logits -= part.entropy[i].numpy()[:, None] * np.exp(lp) * (lp + entropy(lp)[:, None])
                 gradient += features.T @ (by_logits / (data[i].temperature or 1.0))
             self._weights.add(gradient)
         return assemble_output(data, own, outputs, [part])
@@ -436,12 +430,13 @@ class ToyBackend(InProcessBackend):
         return self._sample_from(self._base_weights, 0)
 
     def _live(self, *, recompute: bool) -> SuccessiveSampler:
-        del recompute  # nothing is kept
-        return SuccessiveSampler(
-            self._snapshot(),
-            lambda live: self._queue.enqueue("update", lambda: live.switch_to(self._snapshot())),
-            switches="token",  # a request is one call, so none is running when the weights change
-        )
+        del recompute  # no keys and values are kept
+
+        def update(live: SuccessiveSampler) -> Future[int]:
+            return self._queue.enqueue("update", lambda: live.switch_to(self._snapshot()))
+
+        # Switches at a token: a request is one call, so none is running when the weights change.
+        return SuccessiveSampler(self._snapshot(), update, switches="token")
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of a saved state. See ``SavedSamplers``."""
@@ -520,7 +515,7 @@ class ToyCritic(InProcessCritic):
             return values, []
         import torch
 
-        part = loss.gradient([*map(torch.from_numpy, values)], data)
+        part = loss.gradient([torch.from_numpy(x) for x in values], data)
         if backward:
             by_weights = [rows.T @ g.numpy().astype(float) for rows, g in zip(features, part.driver, strict=True)]
             self._weights.add(np.sum(by_weights, axis=0))

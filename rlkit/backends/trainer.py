@@ -75,7 +75,7 @@ Inner: TypeAlias = "concurrent.futures.Future[T]"
 
 @attrs.frozen(eq=False)
 class PendingResult(Generic[T]):
-    """What a job has sent to a service: the SDK's futures, and the function from their results to the call's."""
+    """A call that was sent to a service: the SDK's futures, and the function from their results to the call's."""
 
     parts: Sequence[Inner[Any]]
     finish: Callable[[list[Any]], T]
@@ -105,7 +105,7 @@ class Executor(Protocol):
         """Wait until the jobs of all calls made so far have run."""
 
     def close(self) -> None:
-        """Finish what was started, and end. May be called twice."""
+        """Finish the calls that were started, and end. May be called twice."""
 
 
 class CallQueue:
@@ -117,7 +117,7 @@ class CallQueue:
 
     Attributes:
         closed: whether ``close`` was called.
-        generation: of the calls made now.
+        generation: of new calls.
         pending: whether a gradient is accumulated, by the calls as they were made.
         accumulated: the same, by the calls as they were carried out (on a service: sent).
         failure: the latest; it refuses the calls of its generation and of earlier ones.
@@ -223,6 +223,17 @@ class Call(Generic[T]):
         if failure is not None and (failure.final or (not sent and self.generation <= failure.generation)):
             raise _make_refusal(self.name, failure, sent=sent)
 
+    def run(self) -> Generator[None, None, Any]:
+        """Run its job in a thread of this process, once it is the call's turn."""
+        self.check()  # only now: until its turn an earlier call may fail
+        try:
+            result = yield from run_parts(self.job)
+            self.report_done()
+        except BaseException as error:  # whatever it is, the calls after this one must not run
+            self.report_failure(error)
+            raise
+        return result
+
     def report_done(self) -> None:
         """Report that its job has run; on a service, that it was sent."""
         if self.accumulates is not None:
@@ -271,20 +282,13 @@ class ThreadExecutor:
 
     def start(self, call: Call[T]) -> Inner[T]:
         """Queue ``call``. See ``Executor``."""
+        return self._worker.submit(call.run)
 
-        def run() -> Generator[None, None, Any]:
-            call.check()  # when its turn has come: an earlier call may fail until then
-            try:
-                result = call.job()
-                if isinstance(result, Generator):
-                    result = yield from result
-                call.report_done()
-            except BaseException as error:  # whatever it is, the calls after this one must not run
-                call.report_failure(error)
-                raise
-            return result
 
-        return self._worker.submit(run)
+def run_parts(job: Callable[[], Any]) -> Generator[None, None, Any]:
+    """Run ``job`` to its end, and return its result; yield where it yields, if it returns a generator."""
+    result = job()
+    return (yield from result) if isinstance(result, Generator) else result
 
 
 class Background(Protocol):
@@ -334,10 +338,10 @@ class Worker:
         """Return whether this process was forked off the one that has the thread."""
         return os.getpid() != self._process
 
-    def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> concurrent.futures.Future[T]:
+    def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> Inner[T]:
         """Queue ``job`` after what was submitted before. Raises BackendError: in a process that was forked off."""
         check_process(self._name, self._process)
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future: Inner[T] = concurrent.futures.Future()
         self._loop.jobs.put((job, future, self._loop.given_up))
         return future
 
@@ -374,11 +378,10 @@ def check_process(name: str, opened: int) -> None:
 
 
 _END, _WAKE = object(), object()
-_GIVEN_UP = "cancelled, because the run was stopped"
 
 
 class _Loop:
-    """What a worker's thread runs. It must not refer to the worker, or a forgotten one would never end.
+    """The work of a worker's thread. It must not refer to the worker, or a forgotten one would never end.
 
     Attributes:
         jobs: (job, future, ``given_up`` when it was submitted), ``_WAKE`` and ``_END``.
@@ -404,7 +407,7 @@ class _Loop:
             try:
                 item = self.jobs.get(delay != 0, delay)
             except queue.Empty:
-                if closing:  # what a last job has submitted has run, too
+                if closing:  # the jobs that the last job submitted have run, too
                     break
                 if self.background.delay() == 0:
                     self.background.turn()
@@ -416,45 +419,29 @@ class _Loop:
             del item  # else the thread would keep a finished job until there is another one
         self.background.stop()
 
-    def run_job(self, job: Callable[[], Any], future: concurrent.futures.Future[Any], given_up: int) -> None:
-        """Run a job to its end, and the background after each of its parts."""
-        parts, ended = _settle(job, future), False
-        del job
-        next(parts)
-        while not ended:
+    def run_job(self, job: Callable[[], Any], future: Inner[Any], given_up: int) -> None:
+        """Run a job to its end, settle its future, and run the background after each of its parts."""
+        parts = run_parts(job)
+        while not future.done():
             began = time.monotonic()
             try:
-                if self.given_up > given_up:
-                    parts.throw(BackendError(_GIVEN_UP))  # as if the next part had failed
-                else:
-                    next(parts)
-            except StopIteration:
-                ended = True
+                if self.given_up > given_up:  # as if the next part had failed
+                    parts.throw(BackendError("cancelled, because the run was stopped"))
+                next(parts)
+            except StopIteration as end:
+                future.set_result(end.value)
+            except BaseException as error:  # noqa: BLE001  # the thread goes on; the reader of the future gets it
+                future.set_exception(error)
             self.run_background(time.monotonic() - began)
 
     def run_background(self, seconds: float) -> None:
         """Give the background the ``seconds`` that a part of a job took, less what its turns have overrun."""
         self.budget += seconds
-        while self.budget > 0:
-            if self.background.delay() != 0:
-                self.budget = 0.0  # unused time is not saved up
-                break
+        while self.budget > 0 and self.background.delay() == 0:
             began = time.monotonic()
             self.background.turn()
             self.budget -= time.monotonic() - began
-
-
-def _settle(job: Callable[[], Any], future: concurrent.futures.Future[Any]) -> Generator[None, None, None]:
-    """Run a job and settle its future; yield before it and between its parts."""
-    try:
-        yield
-        result = job()
-        if isinstance(result, Generator):
-            result = yield from result
-    except BaseException as error:  # noqa: BLE001  # the thread goes on; the reader of the future gets it
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        self.budget = min(self.budget, 0.0)  # unused time is not saved up
 
 
 _running: weakref.WeakKeyDictionary[_Loop, threading.Thread] = weakref.WeakKeyDictionary()
@@ -476,9 +463,9 @@ if hasattr(os, "register_at_fork"):  # the threads are gone, and their locks may
     os.register_at_fork(after_in_child=_running.clear)
 
 
-# What every trainer checks, and what it returns.
+# The checks and the output of every trainer.
 
-# What a backend that has the full distribution p gives per token: its entropy, and the sums of p^2 and of p^2 log p.
+# Outputs of backends that have the full distribution p, per token: its entropy, and the sums of p^2 and of p^2 log p.
 DISTRIBUTION_OUTPUTS = ("entropy", "sum_p2", "sum_p2_logp")
 
 Checked: TypeAlias = "tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]"
@@ -503,7 +490,7 @@ def check_start_options(
 
 def check_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
     """Return ``data`` as a non-empty list of datums that fit the model, or raise a DataError naming datum and token."""
-    good = isinstance(data, Sequence) and not isinstance(data, (Datum, str, bytes))
+    good = isinstance(data, Sequence) and not isinstance(data, str)
     _check.require(good, "data", data, "a list of Datum", error=DataError)
     if not data:
         raise DataError("data is empty; expected at least one Datum")
@@ -549,26 +536,24 @@ def assemble_output(
         data: the datums.
         logprobs: [n] per datum; None for a critic.
         outputs: name -> [n] per datum.
-        parts: what the loss gave, micro-batch by micro-batch; None where there was no loss.
+        parts: of the loss, one for each micro-batch; None without a loss.
         metrics: of the loss, if a service has computed them; then there are no ``parts``.
     """
+    masks = [datum.mask for datum in data]
+    sizes = [int(mask.sum()) for mask in masks]
     if metrics is None:
         summed = {"loss:sum": 0.0}
-        for part in parts:
-            if part is not None:
-                summed["loss:sum"] += part.value
-                names.add(summed, part.metrics)
-        # A mean is over the datums that the loss was given: those with a token of the policy's own.
-        given = sum(bool(datum.mask.any()) for datum in data)
-        metrics = names.averaged(summed, max(given, 1))
-    tokens = float(sum(int(datum.mask.sum()) for datum in data))
-    metrics = {**metrics, "tokens:sum": tokens, "datums:sum": float(len(data))}
+        for part in filter(None, parts):
+            summed["loss:sum"] += part.value
+            names.add(summed, part.metrics)
+        # A mean is over the datums that the loss was given: those with a token that the policy chose.
+        metrics = names.averaged(summed, max(sum(n > 0 for n in sizes), 1))
+    metrics = {**metrics, "tokens:sum": float(sum(sizes)), "datums:sum": float(len(data))}
 
     def expand(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [datum.expand(np.asarray(x, np.float32)) for datum, x in zip(data, arrays, strict=True)]
 
     expanded = {name: expand(arrays) for name, arrays in outputs.items()}
-    masks = [datum.mask for datum in data]
     return ForwardBackwardOutput(() if logprobs is None else expand(logprobs), expanded, metrics, masks)
 
 
@@ -576,7 +561,7 @@ def assemble_output(
 
 
 class BaseTrainer(Resource):
-    """The training calls of ``TrainerBackend`` and ``Critic``: check the arguments, and queue what a hook does.
+    """The training calls of ``TrainerBackend`` and ``Critic``: check the arguments, and queue the job of a hook.
 
     Attributes:
         about: the model and its adapter, for ``repr``.
@@ -590,11 +575,12 @@ class BaseTrainer(Resource):
     _name: str  # of the backend, for messages
     _last_loss: PreparedLoss | None = None
     _last_adam: object = None
+    _seeds: SeedStream | None = None  # of sampling; None for a critic
     _queue: CallQueue
     _wanted: ClassVar[Sequence[str]] = ()  # the names that ``want`` may have
-    _drivers: ClassVar[Sequence[str]] = ("logprobs", "target_logprobs")  # what losses may be driven by
+    _drivers: ClassVar[Sequence[str]] = ("logprobs", "target_logprobs")  # the inputs that may drive a loss
 
-    # The hooks: what a job of the queue does (see ``Job``).
+    # The hooks: the jobs of the queue (see ``Job``).
 
     @abstractmethod
     def _run(
@@ -619,14 +605,14 @@ class BaseTrainer(Resource):
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
         """Compute logprobs, ``want``, and the value of ``loss``; no gradient. See ``TrainerBackend.forward``."""
-        data, prepared, want = self._checked(data, loss, config, want, backward=False)
+        data, prepared, want = self._check_call(data, loss, config, want, backward=False)
         return self._queue.enqueue("forward", lambda: self._run(data, prepared, want, backward=False))
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
     ) -> Future[ForwardBackwardOutput]:
         """Add the loss's gradient, all or nothing. See ``TrainerBackend.forward_backward``."""
-        data, prepared, want = self._checked(data, loss, config, want, backward=True)
+        data, prepared, want = self._check_call(data, loss, config, want, backward=True)
         self._last_loss = prepared
         adds = any(datum.mask.any() for datum in data)
         return self._queue.forward_backward(lambda: self._run(data, prepared, want, backward=True), adds=adds)
@@ -658,10 +644,10 @@ class BaseTrainer(Resource):
         """Drop the accumulated gradient, and accept calls again after a failure. See ``TrainerBackend.discard``."""
 
     def close(self) -> None:
-        """Finish the calls made so far, free the model, and refuse what comes after. May be called twice."""
+        """Finish the calls made so far, free the model, and refuse later ones. May be called twice."""
         self._queue.close()
 
-    def _checked(
+    def _check_call(
         self,
         data: Sequence[Datum],
         loss: LossLike | None,
@@ -676,7 +662,7 @@ class BaseTrainer(Resource):
 
         Args:
             data, loss, config, want: as in ``TrainerBackend.forward``.
-            backward: whether a gradient is asked for.
+            backward: whether the call computes a gradient.
         """
         if loss is None and backward:
             raise ConfigError("forward_backward: loss is None; expected a name or a function (or call forward)")
@@ -685,8 +671,8 @@ class BaseTrainer(Resource):
         _check.require(not isinstance(want, str) and isinstance(want, Sequence), "want", want, "a sequence of names")
         for output in want:
             if output not in self._wanted:
-                has = f"it has: {', '.join(self._wanted)}" if self._wanted else "it has only logprobs"
-                raise UnsupportedError(f"want: the {self._name} backend has no output {output!r}; {has}")
+                has = ", ".join(self._wanted) or "no further outputs"
+                raise UnsupportedError(f"want: the {self._name} backend has no output {output!r}; it has {has}")
         data = check_data(data, self.tokenizer.vocab_size, self.max_length)
         if loss is None:
             return data, None, tuple(want)
@@ -708,20 +694,16 @@ class BaseTrainer(Resource):
         return data, prepared, tuple(want)
 
     def _facts(self) -> dict[str, object]:
-        """Return what is known of its model, and its last loss, step and sampling parameters; for a run's page."""
-        facts: dict[str, object] = {"about": self.about} if self.about else {}
-        facts["max_length"] = self.max_length
-        if self._last_loss is not None:
-            facts["last loss"] = {"name": self._last_loss.name, **self._last_loss.settings}
-        if self._last_adam is not None:
-            facts["last optimizer step"] = self._last_adam
-        seeds = self._seed_stream()
-        if seeds is not None and seeds.params is not None:
-            facts["last sampling"] = seeds.params
-        return facts
-
-    def _seed_stream(self) -> SeedStream | None:
-        return getattr(self, "_seeds", None)  # a critic has none
+        """Return its model's description, and its last loss, step and sampling parameters, for a run's page."""
+        loss, seeds = self._last_loss, self._seeds
+        facts = {
+            "about": self.about or None,
+            "max_length": self.max_length,
+            "last loss": loss and {"name": loss.name, **loss.settings},
+            "last optimizer step": self._last_adam,
+            "last sampling": seeds and seeds.params,
+        }
+        return {name: fact for name, fact in facts.items() if fact is not None}
 
     def __repr__(self) -> str:
         if not hasattr(self, "_queue"):  # in a traceback that shows locals
@@ -740,8 +722,8 @@ class InProcessTrainer(BaseTrainer):
         name: of the backend, for messages and saved states.
         tokenizer, max_length: of the model.
         folder: where ``save`` writes; None for ``rlkit-saves``.
-        version: optimizer steps that the state that it starts from has taken.
-        background: what the thread does between the parts of a call.
+        version: optimizer steps of the state that it starts from.
+        background: work for the thread between the parts of a call.
     """
 
     _wanted: ClassVar[Sequence[str]] = DISTRIBUTION_OUTPUTS
@@ -803,22 +785,20 @@ class InProcessTrainer(BaseTrainer):
 
     def _mark(self) -> Mark | None:
         """Return a mark that tells whether the state has changed since this call; None where that cannot be told."""
-        seeds = self._seed_stream()
-        return self._queue.enqueue("mark", lambda: self.version), 0 if seeds is None else seeds.count
+        return self._queue.enqueue("mark", lambda: self.version), self._seeds.count if self._seeds else 0
 
     def _give_up(self) -> None:
         """End the calls made so far, the running one after its present part, so that ``close`` does not wait long."""
         self._worker.give_up()
 
     def _back_to(self, mark: Mark, timeout: float) -> bool:
-        """Drop what was done since ``mark``; return False if an optimizer step was, which cannot be undone."""
+        """Drop the calls since ``mark``; return False if one was an optimizer step, which cannot be undone."""
         version, requests = mark
         self.discard().result(timeout)
         if not version.done() or version.result() != self.version:
             return False
-        seeds = self._seed_stream()
-        if seeds is not None:
-            seeds.count = requests
+        if self._seeds is not None:
+            self._seeds.count = requests
         return True
 
 
@@ -865,11 +845,11 @@ class InProcessCritic(InProcessTrainer):
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
         """Compute V before each of the policy's tokens. See ``Critic.values``."""
-        data, _, _ = self._checked(data, None, None, (), backward=False)
+        data, loss, want = self._check_call(data, None, None, (), backward=False)
 
         def job() -> Generator[None, None, list[np.ndarray]]:
-            arrays, _ = yield from self._compute_values(data, None, backward=False)
-            return [datum.expand(np.asarray(v, np.float32)) for datum, v in zip(data, arrays, strict=True)]
+            output = yield from self._run(data, loss, want, backward=False)
+            return list(output.outputs["values"])
 
         return self._queue.enqueue("values", job)
 
@@ -885,12 +865,8 @@ class InProcessCritic(InProcessTrainer):
         return super().forward_backward(data, loss, config=config, want=want)
 
     def _run(
-        self,
-        data: Sequence[Datum],
-        loss: PreparedLoss | None,
-        want: Sequence[str],  # noqa: ARG002  # values are the only output
-        *,
-        backward: bool,
+        self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
+        del want  # values are the only output
         arrays, parts = yield from self._compute_values(data, loss, backward=backward)
         return assemble_output(data, None, {"values": arrays}, parts)

@@ -186,6 +186,7 @@ class LocalBackend(InProcessBackend):
     """
 
     _ranks: Ranks | None = None
+    _seeds: SeedStream
     check_options = staticmethod(check_options)
 
     @takes(LocalOptions)

@@ -84,6 +84,7 @@ class TinkerBackend(BaseTrainer):
     """
 
     _name = "tinker"
+    _seeds: SeedStream
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class TinkerBackend(BaseTrainer):
 
     def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
         """Return the way that ``forward_backward`` takes. See ``Routes``."""
-        data, prepared, _ = self._checked(data, loss, config, (), backward=True)
+        data, prepared, _ = self._check_call(data, loss, config, (), backward=True)
         return self._sending.route(data, cast("PreparedLoss", prepared))
 
     def saved(self) -> Future[list[str]]:
@@ -264,7 +265,7 @@ class TinkerBackend(BaseTrainer):
 
         return send
 
-    def _checked(
+    def _check_call(
         self,
         data: Sequence[Datum],
         loss: LossLike | None,
@@ -278,7 +279,7 @@ class TinkerBackend(BaseTrainer):
                 "the loss 'stable_reinforce' needs provenance spans, which a Datum does not have; send it with "
                 "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
             )
-        checked = super()._checked(data, loss, config, want, backward=backward)
+        checked = super()._check_call(data, loss, config, want, backward=backward)
         if self._off_temperature == "raise":
             for i, datum in enumerate(checked[0]):
                 if datum.temperature not in (0.0, 1.0):

@@ -17,7 +17,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -247,8 +247,6 @@ class ContinuingSampler(SuccessiveSampler):
         abort: aborts them.
     """
 
-    switches: Literal["token", "request"] = "token"
-
     def __init__(
         self,
         first: Sampler,
@@ -257,7 +255,7 @@ class ContinuingSampler(SuccessiveSampler):
         loop: EventLoop,
         abort: Aborts,
     ) -> None:
-        super().__init__(first, update)
+        super().__init__(first, update, switches="token")
         self._loop, self._abort = loop, abort
         self._updated = asyncio.Event()  # set and replaced in the loop, once a newer policy is there
 
