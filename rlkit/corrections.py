@@ -169,9 +169,6 @@ def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: flo
     return rows.restore(np.exp(np.clip(d, -bound, bound)))
 
 
-_LEVELS = ("token", "sequence-sum", "sequence-mean", "sequence-max")
-
-
 def token_mask(
     *,
     trainer_logprobs: RowsLike,
@@ -259,8 +256,7 @@ def geometric_sequence_mask(
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    means = rows.sum(d) / np.maximum(rows.lengths, 1)  # an empty sequence has none, and no token that would show it
-    return rows.restore(rows.repeat(_within(means, low, high)))
+    return rows.restore(_within(rows.repeat(rows.sum(d)) / rows.repeat(rows.lengths), low, high))
 
 
 def outlier_veto(
@@ -319,21 +315,17 @@ def divergence_rejection(
 
     Source: Schulman, "Approximating KL divergence" (2020). Peers: verl's rollout_rs token_k2, seq_sum_k3, ...
     """
-    _check.choice("level", level, _LEVELS)
+    _check.choice("level", level, ("token", "sequence-sum", "sequence-mean", "sequence-max"))
     _check.choice("estimator", estimator, ("k2", "k3"))
     threshold = _check.real("threshold", threshold, low=0.0)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     # Only what is exponentiated is bounded: e^300 is above any threshold that a user means.
     divergence = 0.5 * d * d if estimator == "k2" else np.expm1(_rows.bound(d)) - d
-    if level == "token":
-        return rows.restore((divergence <= threshold).astype(np.float64))
-    if level == "sequence-max":
-        of_sequence = rows.reduce(np.maximum, divergence)
-    else:
-        of_sequence = rows.sum(divergence)
-        if level == "sequence-mean":
-            of_sequence = of_sequence / np.maximum(rows.lengths, 1)
-    return rows.restore(rows.repeat((of_sequence <= threshold).astype(np.float64)))
+    if level != "token":
+        divergence = rows.repeat(rows.reduce(np.maximum if level == "sequence-max" else np.add, divergence))
+    if level == "sequence-mean":
+        divergence = divergence / rows.repeat(rows.lengths)
+    return rows.restore((divergence <= threshold).astype(np.float64))
 
 
 def _within(log_ratio: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -475,7 +467,3 @@ def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tupl
     rows.check_logprobs("logprobs", lp)
     rows.check_finite("advantages", a)
     return rows, np.exp(lp) * (rows.flat + lp), a
-
-
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from

@@ -96,10 +96,8 @@ def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = N
     """
     if low is None and high is None:
         raise ConfigError("low", "is None, and high is None", "at least one bound")
-    low = None if low is None else _check.real("low", low)
-    high = None if high is None else _check.real("high", high)
-    if low is not None and high is not None and low > high:
-        raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
+    high = _check.optional(_check.real, "high", high)
+    low = _check.optional(_check.real, "low", low, high=high)
     rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(np.clip(rows.flat, low, high))
 
@@ -196,16 +194,24 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
 
     Source: none needed.
     """
-    keys, values = _table(table)
+    if not isinstance(table, Mapping) or not table:
+        raise ConfigError("table", f"got {_check.describe(table)}", "a mapping that is not empty")
+    pairs = [(_check.real("table key", key), _read_value(key, value)) for key, value in table.items()]
+    keys, values = np.array(sorted(pairs)).T
+    other = np.nan if default is None else _check.real("default", default)
     rows = Rows.parse("rewards", rewards, nan=True)
     index = np.minimum(np.searchsorted(keys, rows.flat), keys.size - 1)
-    known = keys[index] == rows.flat
-    missing = np.flatnonzero(~known & ~np.isnan(rows.flat))
-    if default is None and missing.size:
-        where, what = rows.name(int(missing[0])), f"is {rows.flat[missing[0]]}"
-        raise DataError(where, what, f"one of {keys.tolist()[:8]}", "set default= for other keys")
-    other = np.nan if default is None else _check.real("default", default)
-    return rows.restore(np.where(known, values[index], np.where(np.isnan(rows.flat), np.nan, other)))
+    known, unscored = keys[index] == rows.flat, np.isnan(rows.flat)
+    if default is None:
+        expected = f"one of {keys.tolist()[:8]}"
+        rows.require("rewards", rows.flat, known | unscored, expected, "set default= for other keys")
+    return rows.restore(np.where(known, values[index], np.where(unscored, np.nan, other)))
+
+
+def _read_value(key: float, value: object) -> float:
+    if isinstance(value, float) and np.isnan(value):
+        return value
+    return _check.real(f"table[{key!r}]", value)
 
 
 def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
@@ -231,19 +237,6 @@ def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
     check_settings(ddof=ddof, eps=eps)
     rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(whiten(rows.flat, ddof, eps))
-
-
-def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
-    if not isinstance(table, Mapping) or not table:
-        raise ConfigError("table", f"got {_check.describe(table)}", "a mapping that is not empty")
-    pairs = sorted((_check.real("table key", key), _value(key, value)) for key, value in table.items())
-    return np.array([key for key, _ in pairs]), np.array([value for _, value in pairs])
-
-
-def _value(key: float, value: object) -> float:
-    if isinstance(value, float) and np.isnan(value):
-        return value
-    return _check.real(f"table[{key!r}]", value)
 
 
 def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor: float = 1.0) -> Arrays:
@@ -488,7 +481,3 @@ def _repeated(row: Sequence[Hashable] | np.ndarray, ngram: int) -> float:
     items = row.tolist() if isinstance(row, np.ndarray) else list(row)
     grams = list(zip(*(islice(items, i, None) for i in range(ngram)), strict=False))
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from
