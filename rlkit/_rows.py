@@ -10,6 +10,7 @@ not be scored; a constant row deviates by exactly 0; nothing is ever divided by 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
@@ -19,7 +20,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._runtime import warn
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import DataError
 
 Number: TypeAlias = float | np.number[Any] | np.bool_
 Row: TypeAlias = np.ndarray | Sequence[Number]
@@ -124,8 +125,7 @@ class Rows:
     def read_each(self, where: str, value: RowsLike | float) -> np.ndarray:
         """Read a number, or one for each row, as one for each row [B]."""
         if is_one(value):
-            number = _check.real(where, _check.plain(value), low=-LARGEST, high=LARGEST, error=DataError)
-            return np.full(self.lengths.size, number)
+            return np.full(self.lengths.size, _check.real(where, value, low=-LARGEST, high=LARGEST, error=DataError))
         return Rows.vector(where, value, self.lengths.size, why="one for each row").flat  # type: ignore[arg-type]
 
     def restore(self, flat: np.ndarray) -> Arrays:
@@ -146,8 +146,7 @@ class Rows:
         if filled.all():
             return np.asarray(ufunc.reduceat(flat, self.starts))
         result = np.full(self.lengths.size, empty, flat.dtype)
-        if filled.any():
-            result[filled] = ufunc.reduceat(flat, self.starts[filled])
+        result[filled] = ufunc.reduceat(flat, self.starts[filled])
         return result
 
     def sum(self, flat: np.ndarray) -> np.ndarray:
@@ -174,9 +173,7 @@ class Rows:
     ) -> None:
         """Raise DataError for the first entry of [N], ``among`` those that count, that is not ``good``."""
         if not good[among].all():
-            counted = np.zeros(flat.size, bool)
-            counted[among] = True
-            index = int(np.argmax(counted & ~good))
+            index = int(np.arange(flat.size)[among][good[among].argmin()])
             raise DataError(self.name(index, where), f"is {flat[index]}", expected, why)
 
     def check_finite(self, where: str, flat: np.ndarray, *, nan: bool = False, among: Places = _ALL) -> None:
@@ -224,27 +221,22 @@ def _read_array(where: str, value: object, boolean: bool, ndim: tuple[int, ...])
 
 def read_labels(where: str, value: Any, size: int, why: str = "one label per reward") -> np.ndarray:
     """Return labels [size] as codes 0, 1, ... in order of appearance."""
-    several = (hasattr(value, "__len__") or hasattr(value, "__array__")) and getattr(value, "ndim", 1) != 0
-    if isinstance(value, (str, bytes)) or not several:
-        raise DataError(where, f"got {_check.describe(value)}", f"{size} labels", why)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (size,):
+    if hasattr(value, "__array__"):
+        value = np.asarray(value)
+    _check.entries(where, value, size, why)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1:
         _, first, sorted_codes = np.unique(value, return_index=True, return_inverse=True)
         rank = np.empty(first.size, np.int64)
         rank[np.argsort(first)] = np.arange(first.size)
         return rank[sorted_codes]
     listed = list_labels(value)
-    if len(listed) != size:
-        raise DataError(where, f"has length {len(listed)}", f"{size}", why)
     known: dict[Hashable, int] = {}
-    codes = []
-    try:
+    with contextlib.suppress(TypeError):  # of a label that is not hashable
         codes = [known.setdefault(label, len(known)) for label in listed]
-    except TypeError:  # a label that is not hashable
-        known[None] = 0
-    if not all(map(_is_label, known)):
-        i = next(i for i, label in enumerate(listed) if not _is_label(label))
-        raise DataError(f"{where}[{i}]", f"is {_check.describe(listed[i])}", "a label, such as a string or number")
-    return np.array(codes, np.int64)
+        if all(map(_is_label, known)):
+            return np.array(codes, np.int64)
+    i = next(i for i, label in enumerate(listed) if not _is_label(label))
+    raise DataError(f"{where}[{i}]", f"is {_check.describe(listed[i])}", "a label, such as a string or number")
 
 
 def list_labels(value: Any) -> list[Hashable]:
@@ -253,8 +245,12 @@ def list_labels(value: Any) -> list[Hashable]:
 
 
 def _is_label(label: object) -> bool:
-    """Return whether it can be compared; NaN would be a group of its own every time."""
-    return isinstance(label, Hashable) and label is not None and label == label  # noqa: PLR0124
+    """Return whether it is hashable and equals itself; NaN would form another group every time."""
+    try:
+        hash(label)
+    except TypeError:
+        return False
+    return label is not None and label == label  # noqa: PLR0124
 
 
 def fill_missing(x: np.ndarray) -> np.ndarray:
@@ -262,9 +258,11 @@ def fill_missing(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0.0, x)
 
 
-def count(rows: Rows, x: np.ndarray) -> np.ndarray:
-    """Return how many numbers each row of ``x`` [N] has."""
+def count(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+    """Return how many numbers each row of ``x`` [N] has, counting each ``times`` [N] times where that is given."""
     missing = np.isnan(x)
+    if times is not None:
+        return rows.sum(np.where(missing, 0.0, times))
     return rows.lengths - rows.sum(missing.astype(np.int64)) if missing.any() else rows.lengths
 
 
@@ -275,10 +273,7 @@ def centre(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.nda
     """
     counted = x if times is None else np.where(times > 0, x, np.nan)
     above = x - rows.repeat(rows.reduce(np.fmin, counted))
-    if times is None:
-        mean = rows.sum(above) / np.maximum(count(rows, x), 1)
-    else:
-        mean = rows.sum(above * times) / np.maximum(rows.sum(np.where(np.isnan(x), 0.0, times)), 1)
+    mean = rows.sum(above if times is None else above * times) / np.maximum(count(rows, x, times), 1)
     return np.asarray(above - rows.repeat(mean))
 
 
@@ -309,8 +304,7 @@ def _relative(
     with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
         x = centred / rows.repeat(unit)
         squares = x * x if times is None else np.where(times > 0, times * x * x, 0.0)
-    n = count(rows, centred) if times is None else rows.sum(times)
-    return unit, x, np.sqrt(rows.sum(squares) / np.maximum(n - ddof, 1))
+    return unit, x, np.sqrt(rows.sum(squares) / np.maximum(count(rows, centred, times) - ddof, 1))
 
 
 def whiten(x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
@@ -339,7 +333,7 @@ def log_ratios(
     rows = read_logprobs("trainer_logprobs", trainer_logprobs, some=some)
     sampling = rows.read_like("sampling_logprobs", sampling_logprobs)
     rows.check_logprobs("sampling_logprobs", sampling)
-    return rows, np.subtract(rows.flat, sampling)
+    return rows, rows.flat - sampling
 
 
 def read_logprobs(where: str, value: RowsLike, *, some: bool = True) -> Rows:
@@ -368,10 +362,5 @@ def check_bounds(low: float, high: float) -> tuple[float, float]:
         ConfigError: they are not, such as the distances from 1 that other libraries take.
     """
     why = "it bounds the ratio: for a clip of 0.2 write 1 - 0.2 and 1 + 0.2"
-    low = _check.real("clip_low_threshold", low, low=0.0, why=why)
-    high = _check.real("clip_high_threshold", high, low=0.0, why=why)
-    if low > 1.0:
-        raise ConfigError("clip_low_threshold", f"is {low}", "at most 1", why)
-    if high < 1.0:
-        raise ConfigError("clip_high_threshold", f"is {high}", "at least 1", why)
-    return low, high
+    low = _check.real("clip_low_threshold", low, low=0.0, high=1.0, why=why)
+    return low, _check.real("clip_high_threshold", high, low=1.0, why=why)

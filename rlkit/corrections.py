@@ -256,7 +256,7 @@ def geometric_sequence_mask(
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    return rows.restore(_within(rows.repeat(rows.sum(d)) / rows.repeat(rows.lengths), low, high))
+    return rows.restore(rows.repeat(_within(rows.sum(d) / np.maximum(rows.lengths, 1), low, high)))
 
 
 def outlier_veto(
@@ -322,10 +322,11 @@ def divergence_rejection(
     # Only what is exponentiated is bounded: e^300 is above any threshold that a user means.
     divergence = 0.5 * d * d if estimator == "k2" else np.expm1(_rows.bound(d)) - d
     if level != "token":
-        divergence = rows.repeat(rows.reduce(np.maximum if level == "sequence-max" else np.add, divergence))
+        divergence = rows.reduce(np.maximum if level == "sequence-max" else np.add, divergence)
     if level == "sequence-mean":
-        divergence = divergence / rows.repeat(rows.lengths)
-    return rows.restore((divergence <= threshold).astype(np.float64))
+        divergence = divergence / np.maximum(rows.lengths, 1)
+    near = (divergence <= threshold).astype(np.float64)
+    return rows.restore(near if level == "token" else rows.repeat(near))
 
 
 def _within(log_ratio: np.ndarray, low: float, high: float) -> np.ndarray:

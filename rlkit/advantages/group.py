@@ -7,8 +7,8 @@ sample to its tokens.
 
 Every estimator below takes three steps:
 
-1. Check the settings and read the rewards. ``rows.flat`` [N] then holds all samples, group after group, NaN where a
-   sample could not be scored.
+1. ``read_rewards`` checks the shared settings and reads the rewards. ``rows.flat`` [N] then holds all samples, group
+   after group, NaN where a sample could not be scored.
 2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. The
    statistics of ``_rows`` skip NaN, and give exactly 0 for a group of equal rewards: a mean that rounds would train the
    policy on noise, which dividing by a deviation near 0 makes large.
@@ -50,6 +50,12 @@ from rlkit.registry import Registry
 
 registry = Registry("estimator", entry_point_group="rlkit.advantages")
 register = registry.register
+
+
+def read_rewards(rewards: RowsLike, **settings: Any) -> Rows:
+    """Check the settings that estimators share, and read the rewards of groups."""
+    check_settings(**settings)
+    return Rows.parse("rewards", rewards, nan=True)
 
 
 def finish(rows: Rows, advantages: np.ndarray, singleton: str = "zero") -> Arrays:
@@ -106,16 +112,20 @@ def grpo(
     makes all of them return non-zero advantages for some constant groups.
     """
     _check.choice("scale", scale, ("group", "batch", "none"))
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     advantages = centre(rows, rows.flat)
     if scale == "group":
         advantages = standardize(rows, advantages, ddof, eps)
     elif scale == "batch":
         batch = Rows("rewards", rows.flat, np.array([rows.flat.size]), "row")
-        of_batch = deviation(batch, centre(batch, rows.flat), ddof).item()
-        advantages = advantages / (of_batch + eps if of_batch > 0 else 1.0)
+        advantages = advantages / _compute_divisor(batch, ddof, eps)
     return finish(rows, advantages, singleton)
+
+
+def _compute_divisor(rows: Rows, ddof: int, eps: float) -> np.ndarray:
+    """Return the deviation + eps of each row [B], 1 where all are equal: their advantages are 0 as they are."""
+    deviations = deviation(rows, centre(rows, rows.flat), ddof)
+    return np.where(deviations > 0, deviations + eps, 1.0)
 
 
 @register("dr_grpo")
@@ -158,8 +168,7 @@ def rloo(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     Source: arXiv:2402.14740. Peers: for a group of one verl's loop and Trinity return the reward, verl's vectorised
     form and SkyRL return 0.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     n = count(rows, rows.flat)
     return finish(rows, centre(rows, rows.flat) * rows.repeat(n / np.maximum(n - 1, 1)), singleton)
 
@@ -187,8 +196,7 @@ def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") ->
     Source: arXiv:2402.14740 for the baseline. Peers: NeMo divides like this too; since the divisor depends on the
     sample, the gradient is biased.
     """
-    check_settings(eps=eps, singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, eps=eps, singleton=singleton)
     return finish(rows, _by_size(rows, lambda x: _compare_with_others(x, eps)), singleton)
 
 
@@ -264,8 +272,7 @@ def reinforce(rewards: RowsLike, *, normalize: bool = False, ddof: int = 1, eps:
     Source: Williams (1992). Peers: NeMo's raw-reward estimator and ROLL normalise on demand.
     """
     normalize = _check.flag("normalize", normalize)
-    check_settings(ddof=ddof, eps=eps)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps)
     advantages = whiten(rows.flat, ddof, eps) if normalize else rows.flat
     return rows.restore(fill_missing(advantages))
 
@@ -290,8 +297,7 @@ def opo(rewards: RowsLike, *, lengths: RowsLike, singleton: str = "zero") -> Arr
 
     Source: arXiv:2505.23585. Peers: verl gives a group of one its raw reward.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     return finish(rows, centre(rows, rows.flat, times=rows.read_counts("lengths", lengths)), singleton)
 
 
@@ -321,8 +327,7 @@ def gpg(rewards: RowsLike, *, count: str = "rewards", f_norm: float = 1.0, singl
     """
     _check.choice("count", count, ("rewards", "groups"))
     f_norm = _check.real("f_norm", f_norm, above=0.0)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     centred = centre(rows, rows.flat)
     scored, signal = ~np.isnan(rows.flat), np.abs(rows.flat) > 0
     if count == "groups":
@@ -356,8 +361,7 @@ def opmd(rewards: RowsLike, *, baseline: str = "mean", tau: float = 1.0, singlet
     """
     _check.choice("baseline", baseline, ("mean", "logavgexp"))
     tau = _check.real("tau", tau, above=0.0)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     if baseline == "mean":
         return finish(rows, centre(rows, rows.flat), singleton)
     below = rows.flat - rows.repeat(rows.reduce(np.fmax, rows.flat))  # of the group's best, so that exp cannot overflow
@@ -390,8 +394,7 @@ def asymre(rewards: RowsLike, *, shift: float = -0.1, singleton: str = "zero") -
     Source: arXiv:2506.20520. Peers: Trinity's AsymRE, with the same default.
     """
     shift = _check.real("shift", shift, low=-LARGEST, high=LARGEST)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     return finish(rows, centre(rows, rows.flat) - shift, singleton)
 
 
@@ -415,8 +418,7 @@ def maxrl(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     Source: arXiv:2602.02710. Peers: prime-rl has the same rule for means <= 0; SkyRL adds 1e-6 to the mean, which
     explodes for means near -1e-6.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     largest = rows.reduce(np.fmax, np.abs(rows.flat))
     x = rows.flat / rows.repeat(np.where(largest > 0, largest, 1.0))  # in units in which nothing overflows or vanishes
     mean = rows.repeat(rows.sum(x) / np.maximum(count(rows, x), 1))
@@ -460,11 +462,10 @@ def rec(
     Source: arXiv:2509.24203. Peers: Trinity's REC fails for a group of one.
     """
     normalize = _check.flag("normalize", normalize)
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
     _check.optional(_check.choice, "drop", drop, ("balance",))
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
         raise ConfigError("rng", f"got {_check.describe(rng)}", 'a numpy Generator with drop="balance" only')
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     kept = rows.flat if rng is None else _drop_surplus(rows, rng)
     advantages = centre(rows, kept)
     if normalize:
@@ -522,9 +523,8 @@ def gdpo(
     first = parts[0]
     for part in parts:
         first.read_like(part.where, part.restore(part.flat))
-    factors = [1.0] * len(parts)
-    if weights is not None:
-        factors = Rows.vector("weights", weights, len(parts), why="one per component").flat.tolist()
+    weights = [1.0] * len(parts) if weights is None else weights
+    factors = Rows.vector("weights", weights, len(parts), why="one per component").flat
     summed, size, varied = np.zeros(first.flat.size), 0.0, np.zeros(first.lengths.size, bool)
     for part, factor in zip(parts, factors, strict=True):
         centred = centre(part, part.flat)
@@ -581,20 +581,17 @@ def pass_at_k(
     """
     _check.choice("method", method, ("max_second", "analytic"))
     _check.choice("scale", scale, ("group", "none"))
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
     if (k is None) == (method == "analytic"):
         raise ConfigError("k", f"got {_check.describe(k)}", 'an integer with method="analytic" only')
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     if k is not None:
         size = _check_k(rows, k)
         good = np.isnan(rows.flat) | np.isin(rows.flat, (0.0, 1.0))
-        rows.require("", rows.flat, good, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
+        rows.require("rewards", rows.flat, good, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
         return finish(rows, _by_size(rows, lambda x: _compare_subsets(x, size)), singleton)
     lead = _by_size(rows, _best_minus_second)
     if scale == "group":
-        divisor = deviation(rows, centre(rows, rows.flat), ddof)
-        divisor = np.where(divisor > 0, divisor + eps, 1.0)  # of a constant group, whose lead is 0
-        lead = lead / rows.repeat(divisor)
+        lead = lead / rows.repeat(_compute_divisor(rows, ddof, eps))
     return finish(rows, lead, singleton)
 
 
@@ -627,8 +624,7 @@ def pkpo(rewards: RowsLike, *, k: int, baseline: str = "loo_minus_one", singleto
     Source: arXiv:2505.15201, sections 3 and 4. Peers: none of the usual libraries has it.
     """
     _check.choice("baseline", baseline, ("loo_minus_one", "none"))
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     k = _check_k(rows, k, 1 if baseline == "none" else 2)
     return finish(rows, _by_size(rows, lambda x: _share_best(x, k, relative=baseline != "none")), singleton)
 

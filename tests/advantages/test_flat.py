@@ -98,7 +98,7 @@ def test_by_group_of_your_own() -> None:
 @for_each(
     ("rewards", "groups", "message"),
     [
-        ([1.0, 2.0], ["a"], "groups: has length 1"),
+        ([1.0, 2.0], ["a"], "groups: has 1 entries"),
         ([1.0], "a", "groups"),
         ([1.0], None, "groups"),
         ([1.0], 3, "groups"),
