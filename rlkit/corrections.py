@@ -361,7 +361,7 @@ def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Arrays:
     all processes as here; 0.2 is the paper's choice, TRL's default of 1 keeps every token.
     """
     fraction = _check.real("fraction", fraction, above=0.0, high=1.0)
-    rows = _entropies(entropy)
+    rows = _read_entropies(entropy)
     if rows.flat.size == 0:
         return rows.restore(rows.flat)
     # Of equal entropies at the quantile all are kept, so that no order of tokens decides.
@@ -394,7 +394,7 @@ def clip_b(*, entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike, mu: f
     Source: arXiv:2602.03392, Clip_B. Peers: Trinity-RFT's clipb, with the same mu.
     """
     mu = _check.real("mu", mu, low=0.0)
-    rows, score, a = _scores(entropy, logprobs, advantages)
+    rows, score, a = _compute_scores(entropy, logprobs, advantages)
     if rows.flat.size == 0 or score.std() < _FLAT:
         return rows.restore(np.ones_like(score))
     return rows.restore(1.0 - ((a < 0) & (score - score.mean() < -mu * score.std())))
@@ -440,30 +440,29 @@ def clip_v(
     """
     mu = _check.real("mu", mu, low=0.0)
     max_fraction = _check.real("max_fraction", max_fraction, low=0.0, high=1.0)
-    rows, score, a = _scores(entropy, logprobs, advantages)
+    rows, score, a = _compute_scores(entropy, logprobs, advantages)
     p2, p2_logp = rows.read_like("sum_p2", sum_p2), rows.read_like("sum_p2_logp", sum_p2_logp)
     rows.require("sum_p2", p2, (p2 > 0) & (p2 <= 1 + 1e-4), "in (0, 1]")  # but for the rounding of a float32 sum
     rows.require("sum_p2_logp", p2_logp, (p2_logp <= 1e-4) & (p2_logp >= -_rows.LARGEST), "at most 0")
     # sum of p_v S_v = sum of p_v^2 (H + log p_v) = H sum of p_v^2 + sum of p_v^2 log p_v
     far = rows.flat * p2 + p2_logp - score
-    if far.size == 0 or far.std() < _FLAT:
-        return rows.restore(np.ones_like(far))
-    dropped = np.flatnonzero((a < 0) & (far > mu * far.std()))
-    most = max(1, int(max_fraction * far.size))
     keep = np.ones_like(far)
-    keep[dropped[np.argsort(-far[dropped], kind="stable")[:most]]] = 0.0
+    if far.size and far.std() >= _FLAT:
+        dropped = np.flatnonzero((a < 0) & (far > mu * far.std()))
+        most = max(1, int(max_fraction * far.size))
+        keep[dropped[np.argsort(-far[dropped], kind="stable")[:most]]] = 0.0
     return rows.restore(keep)
 
 
-def _entropies(entropy: RowsLike) -> Rows:
+def _read_entropies(entropy: RowsLike) -> Rows:
     rows = Rows.parse("entropy", entropy, empty=True)
     rows.require("entropy", rows.flat, rows.flat >= -1e-4, "a number >= 0, in nats")
     return rows
 
 
-def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[Rows, np.ndarray, np.ndarray]:
+def _compute_scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[Rows, np.ndarray, np.ndarray]:
     """Return the rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
-    rows = _entropies(entropy)
+    rows = _read_entropies(entropy)
     lp, a = rows.read_like("logprobs", logprobs), rows.read_like("advantages", advantages)
     rows.check_logprobs("logprobs", lp)
     rows.check_finite("advantages", a)

@@ -57,7 +57,7 @@ def reduction(rewards: RowsLike, how: str = "sum") -> Any:
     Source: none needed. Peers: OpenReward's reward_reduction.
     """
     _check.choice("how", how, (*_REDUCTIONS, "last"))
-    rows = Rows.parse("rewards", _given(rewards), nan=True)
+    rows = Rows.parse("rewards", _drop_none(rewards), nan=True)
     if how == "last":
         reduced = np.where(np.isnan(rows.reduce(np.add, rows.flat)), np.nan, rows.flat[rows.ends - 1])
     else:
@@ -67,12 +67,12 @@ def reduction(rewards: RowsLike, how: str = "sum") -> Any:
     return float(reduced[0]) if rows.form == "row" else reduced
 
 
-def _given(rewards: RowsLike) -> RowsLike:
+def _drop_none(rewards: RowsLike) -> RowsLike:
     """Drop the Nones of trajectories; a trajectory of only Nones is unscored."""
     if not isinstance(rewards, (list, tuple)):
         return rewards
     if any(isinstance(row, (list, tuple, np.ndarray)) for row in rewards):
-        return cast("list[Row]", [_given(row) for row in rewards])
+        return cast("list[Row]", [_drop_none(row) for row in rewards])
     if not any(reward is None for reward in rewards):
         return rewards
     return [reward for reward in rewards if reward is not None] or [float("nan")]
@@ -209,9 +209,7 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
 
 
 def _read_value(key: float, value: object) -> float:
-    if isinstance(value, float) and np.isnan(value):
-        return value
-    return _check.real(f"table[{key!r}]", value)
+    return value if isinstance(value, float) and np.isnan(value) else _check.real(f"table[{key!r}]", value)
 
 
 def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
@@ -324,7 +322,7 @@ def cosine_length(
     (-10, 0) and exceeded -10. Peers: the defaults are open-r1's, which has no ``exceeded``.
     """
     max_length = _check.integer("max_length", max_length, low=1)
-    ends = np.array([_ends("wrong", wrong), _ends("right", right)])  # [2, 2], by correct
+    ends = np.array([_read_ends("wrong", wrong), _read_ends("right", right)])  # [2, 2], by correct
     rows = Rows.read("correct", correct, boolean=True)
     n = rows.read_like("lengths", lengths)
     rows.require("lengths", n, (n >= 0) & (n <= LARGEST), "a number >= 0")
@@ -390,7 +388,7 @@ def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) 
     return rows.restore(np.where(cut, worth, rows.flat))
 
 
-def _ends(where: str, value: object) -> tuple[float, float]:
+def _read_ends(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ConfigError(where, f"got {_check.describe(value)}", "two numbers, at length 0 and at the limit")
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
@@ -427,8 +425,8 @@ def repetition_penalty(
     """
     ngram = _check.integer("ngram", ngram, low=1)
     factor = _check.real("factor", factor, low=0.0)
-    rows = _each("tokens", tokens, "one sequence of token ids per answer")
-    return np.array([0.0 - factor * _repeated(row, ngram) for row in rows])
+    rows = _read_list("tokens", tokens, "one sequence of token ids per answer")
+    return np.array([0.0 - factor * _measure_repetition(row, ngram) for row in rows])
 
 
 def think_format(
@@ -461,7 +459,7 @@ def think_format(
         raise ConfigError("tags", f"got {_check.describe(tags)}", "two texts, the start and the end of a block")
     begin, end = tags
     scores = []
-    for i, text in enumerate(_each("texts", texts, "one text per answer")):
+    for i, text in enumerate(_read_list("texts", texts, "one text per answer")):
         if not isinstance(text, str):
             raise DataError(f"texts[{i}]", f"is {_check.describe(text)}", "a text")
         begins = opened or text.startswith(begin)
@@ -469,7 +467,7 @@ def think_format(
     return np.array(scores)
 
 
-def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
+def _read_list(where: str, value: Sequence[T], expected: str) -> list[T]:
     _check.entries(where, value, why=expected)
     rows = list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
@@ -477,7 +475,7 @@ def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
     return rows
 
 
-def _repeated(row: Sequence[Hashable] | np.ndarray, ngram: int) -> float:
+def _measure_repetition(row: Sequence[Hashable] | np.ndarray, ngram: int) -> float:
     items = row.tolist() if isinstance(row, np.ndarray) else list(row)
     grams = list(zip(*(islice(items, i, None) for i in range(ngram)), strict=False))
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

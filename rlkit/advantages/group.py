@@ -789,12 +789,8 @@ def by_group(
     if "lengths" in settings:
         lengths = Rows.vector("lengths", cast("RowsLike", settings["lengths"]), x.size, why="one per reward").flat
         settings["lengths"] = rows.restore(lengths[order])
-    advantages = Rows.read(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
-    if not np.array_equal(advantages.lengths, rows.lengths):
-        found, expected = (f"{each.lengths.tolist()[:8]}" for each in (advantages, rows))
-        raise DataError(f"{estimator!r}", f"returned rows of lengths {found}", expected, "one advantage per reward")
     result = np.empty(x.size)
-    result[order] = advantages.flat
+    result[order] = rows.read_like(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
     return result
 
 
