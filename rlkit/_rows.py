@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -44,10 +44,6 @@ HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.062
 LARGEST_RATIO = 300.0  # exp(2 * 300) is still finite; a token beyond it is broken, and its exact size does not matter
 _ALL = slice(None)
 _FORMS = "a 1-D array, a 2-D array or a list of 1-D arrays of numbers"
-_ALONE = (
-    "rewards: every group has one member, so there is none to compare it with; a group is a row, so give rewards as "
-    "[prompts, samples], or transpose a column"
-)
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +53,7 @@ class Rows:
     where: str  # what the user calls the argument
     flat: np.ndarray
     lengths: np.ndarray  # [B]
-    form: Literal["row", "matrix", "list"]
+    form: str  # "row", "matrix" or "list"
     ends: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: np.cumsum(self.lengths), True))
     starts: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: self.ends - self.lengths, True))
 
@@ -84,7 +80,6 @@ class Rows:
             DataError: naming the row or entry that is text, None or (for numbers) a boolean, or that is missing.
         """
         kinds = "iufb" if boolean else "iuf"
-        form: Literal["row", "matrix", "list"]
         if isinstance(value, (list, tuple)) and any(map(_is_row, value)):
             arrays: Any = value
             if not all(type(x) is np.ndarray and x.ndim == 1 and x.dtype.kind in kinds for x in value):
@@ -153,6 +148,53 @@ class Rows:
         """Return the sum of the numbers of each row of [N]."""
         sums = self.reduce(np.add, flat)
         return self.reduce(np.add, fill_missing(flat)) if np.isnan(sums).any() else sums
+
+    def count(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return how many numbers each row of ``x`` [N] has, counting each ``times`` [N] times where that is given."""
+        missing = np.isnan(x)
+        if times is not None:
+            return self.sum(np.where(missing, 0.0, times))
+        return self.lengths - self.sum(missing.astype(np.int64)) if missing.any() else self.lengths
+
+    def mean(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return the mean of each row of ``x`` [N], 0 for a row without numbers."""
+        return np.asarray(self.sum(x if times is None else x * times) / np.maximum(self.count(x, times), 1))
+
+    def centre(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return x [N] minus the mean of its row, in which each entry counts once, or ``times`` [N] times.
+
+        The mean is that of the differences from the row's lowest: the mean of equal numbers may round, of zeros it
+        cannot.
+        """
+        counted = x if times is None else np.where(times > 0, x, np.nan)
+        above = x - self.repeat(self.reduce(np.fmin, counted))
+        return np.asarray(above - self.repeat(self.mean(above, times)))
+
+    def deviation(self, x: np.ndarray, ddof: int) -> np.ndarray:
+        """Return the standard deviation [B] of each row of ``x`` [N], 0 where all are equal."""
+        unit, _, relative = self._scale(x, ddof)
+        return np.asarray(unit * relative)
+
+    def standardize(self, x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
+        """Return (x - mean) / (deviation of the row + eps) [N], exactly 0 in rows where all are equal."""
+        unit, distances, relative = self._scale(x, ddof, times)
+        with np.errstate(over="ignore"):
+            divisor = np.where(relative > 0, relative + eps / unit, np.inf)
+        return np.asarray(distances / self.repeat(divisor))
+
+    def _scale(self, x: np.ndarray, ddof: int, times: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """Return the largest distance from the mean [B], and in this unit the distances [N] and their deviation [B].
+
+        In this unit squares neither overflow nor vanish.
+        """
+        centred = self.centre(x, times)
+        counted = centred if times is None else np.where(times > 0, centred, np.nan)
+        largest = self.reduce(np.fmax, np.abs(counted))
+        unit = np.where(largest > 0, largest, 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
+            d = centred / self.repeat(unit)
+            squares = d * d if times is None else np.where(times > 0, times * d * d, 0.0)
+        return unit, d, np.sqrt(self.sum(squares) / np.maximum(self.count(x, times) - ddof, 1))
 
     @property
     def layout(self) -> str:
@@ -258,59 +300,9 @@ def fill_missing(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0.0, x)
 
 
-def count(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
-    """Return how many numbers each row of ``x`` [N] has, counting each ``times`` [N] times where that is given."""
-    missing = np.isnan(x)
-    if times is not None:
-        return rows.sum(np.where(missing, 0.0, times))
-    return rows.lengths - rows.sum(missing.astype(np.int64)) if missing.any() else rows.lengths
-
-
-def centre(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
-    """Return x [N] minus the mean of its row, in which each entry counts once, or ``times`` [N] times.
-
-    The mean is that of the differences from the row's lowest: the mean of equal numbers may round, of zeros it cannot.
-    """
-    counted = x if times is None else np.where(times > 0, x, np.nan)
-    above = x - rows.repeat(rows.reduce(np.fmin, counted))
-    mean = rows.sum(above if times is None else above * times) / np.maximum(count(rows, x, times), 1)
-    return np.asarray(above - rows.repeat(mean))
-
-
-def deviation(rows: Rows, centred: np.ndarray, ddof: int) -> np.ndarray:
-    """Return the standard deviation of each row [B] of centred numbers, 0 where all are equal."""
-    unit, _, relative = _relative(rows, centred, ddof)
-    return np.asarray(unit * relative)
-
-
-def standardize(rows: Rows, centred: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
-    """Return centred numbers [N] / (standard deviation of the row + eps), exactly 0 in rows where all are equal."""
-    unit, x, relative = _relative(rows, centred, ddof, times)
-    with np.errstate(over="ignore"):
-        divisor = np.where(relative > 0, relative + eps / unit, np.inf)
-    return np.asarray(x / rows.repeat(divisor))
-
-
-def _relative(
-    rows: Rows, centred: np.ndarray, ddof: int, times: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the largest distance from the mean [B], and in this unit the distances [N] and their deviation [B].
-
-    In this unit squares neither overflow nor vanish.
-    """
-    counted = centred if times is None else np.where(times > 0, centred, np.nan)
-    largest = rows.reduce(np.fmax, np.abs(counted))
-    unit = np.where(largest > 0, largest, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
-        x = centred / rows.repeat(unit)
-        squares = x * x if times is None else np.where(times > 0, times * x * x, 0.0)
-    return unit, x, np.sqrt(rows.sum(squares) / np.maximum(count(rows, centred, times) - ddof, 1))
-
-
 def whiten(x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
     """Return (x - mean) / (standard deviation + eps) over all of ``x`` [N]; exactly 0 where all are equal."""
-    batch = Rows("", x, np.array([x.size]), "row")
-    return standardize(batch, centre(batch, x, times), ddof, eps, times)
+    return Rows("", x, np.array([x.size]), "row").standardize(x, ddof, eps, times)
 
 
 def check_settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> None:
@@ -323,7 +315,10 @@ def check_settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") 
 def warn_alone(rows: Rows) -> None:
     """Warn, once for each line of a program, where there are several groups and all have one member."""
     if rows.form != "row" and rows.lengths.size > 1 and (rows.lengths == 1).all():
-        warn(_ALONE)
+        warn(
+            "rewards: every group has one member, which leaves nothing to compare it with; a group is a row, so give "
+            "rewards as [prompts, samples], or transpose a column"
+        )
 
 
 def log_ratios(

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import Rows, RowsLike, centre, count, deviation, is_count, warn_alone
+from rlkit._rows import Rows, RowsLike, is_count, warn_alone
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -132,7 +132,7 @@ def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
     warn_alone(rows)
     keep = rows.reduce(np.fmax, rows.flat) > rows.reduce(np.fmin, rows.flat)
     if threshold > 0:
-        keep &= deviation(rows, centre(rows, rows.flat), 1) > threshold
+        keep &= rows.deviation(rows.flat, 1) > threshold
     return select("zero_variance", keep)
 
 
@@ -196,7 +196,7 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
     low = _check.real("low", low, high=high)
     rows = Rows.parse("rewards", rewards, nan=True)
     lowest = rows.reduce(np.fmin, rows.flat)  # the mean of equal numbers may round: that of zeros cannot
-    mean = lowest + rows.sum(rows.flat - rows.repeat(lowest)) / np.maximum(count(rows, rows.flat), 1)
+    mean = lowest + rows.mean(rows.flat - rows.repeat(lowest))
     return select("difficulty_band", (mean >= low) & (mean <= high))
 
 
@@ -253,13 +253,9 @@ def duplicates(sequences: Sequence[object]) -> Selection:
     array([ True,  True, False])
     """
     _check.entries("sequences", sequences, why="one entry per sample")
-    seen: set[bytes] = set()
-    keep = []
-    for i, tokens in enumerate(sequences):
-        key = _check.token_ids(f"sequences[{i}]", tokens).tobytes()
-        keep.append(key not in seen)
-        seen.add(key)
-    return select("duplicates", np.array(keep, bool))
+    keys = [_check.token_ids(f"sequences[{i}]", tokens).tobytes() for i, tokens in enumerate(sequences)]
+    first: dict[bytes, int] = {}
+    return select("duplicates", np.array([first.setdefault(key, i) == i for i, key in enumerate(keys)], bool))
 
 
 def failed(failures: Sequence[object]) -> Selection:

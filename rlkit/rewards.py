@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, count, fill_missing, whiten
+from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, fill_missing, whiten
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def reduction(rewards: RowsLike, how: str = "sum") -> Any:
@@ -56,12 +55,12 @@ def reduction(rewards: RowsLike, how: str = "sum") -> Any:
 
     Source: none needed. Peers: OpenReward's reward_reduction.
     """
-    _check.choice("how", how, (*_REDUCTIONS, "last"))
+    _check.choice("how", how, ("sum", "mean", "max", "min", "last"))
     rows = Rows.parse("rewards", _drop_none(rewards), nan=True)
+    ufunc = {"max": np.maximum, "min": np.minimum}.get(how, np.add)  # NaN spreads in all three
+    reduced = rows.reduce(ufunc, rows.flat)
     if how == "last":
-        reduced = np.where(np.isnan(rows.reduce(np.add, rows.flat)), np.nan, rows.flat[rows.ends - 1])
-    else:
-        reduced = rows.reduce(_REDUCTIONS[how], rows.flat)  # NaN spreads in all four
+        reduced = np.where(np.isnan(reduced), np.nan, rows.flat[rows.ends - 1])
     if how == "mean":
         reduced = reduced / rows.lengths
     return float(reduced[0]) if rows.form == "row" else reduced
@@ -357,7 +356,7 @@ def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     n = rows.read_counts("lengths", lengths)
     best = rows.repeat(rows.reduce(np.fmax, rows.flat))
     short = np.where((rows.flat == best) & (best > 0), n, np.nan)  # lengths of the best
-    average = rows.repeat(rows.sum(short) / np.maximum(count(rows, short), 1))
+    average = rows.repeat(rows.mean(short))
     saved = np.clip(1.0 - short / np.maximum(average, 1e-300), 0.0, 1.0)
     return rows.restore(rows.flat * (1.0 + np.where(average > 0, fill_missing(saved), 0.0)))
 

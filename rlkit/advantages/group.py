@@ -34,14 +34,10 @@ from rlkit._rows import (
     Labels,
     Rows,
     RowsLike,
-    centre,
     check_settings,
-    count,
-    deviation,
     fill_missing,
     is_one,
     read_labels,
-    standardize,
     warn_alone,
     whiten,
 )
@@ -65,7 +61,7 @@ def finish(rows: Rows, advantages: np.ndarray, singleton: str = "zero") -> Array
 
 def apply_singleton(rows: Rows, advantages: np.ndarray, singleton: str) -> np.ndarray:
     """Return advantages [N] with the rule for groups of one applied; what is NaN, since it does not count, is 0."""
-    alone = count(rows, rows.flat) == 1
+    alone = rows.count(rows.flat) == 1
     if alone.any():
         if singleton == "zero":
             warn_alone(rows)
@@ -113,10 +109,8 @@ def grpo(
     """
     _check.choice("scale", scale, ("group", "batch", "none"))
     rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
-    advantages = centre(rows, rows.flat)
-    if scale == "group":
-        advantages = standardize(rows, advantages, ddof, eps)
-    elif scale == "batch":
+    advantages = rows.standardize(rows.flat, ddof, eps) if scale == "group" else rows.centre(rows.flat)
+    if scale == "batch":
         batch = Rows("rewards", rows.flat, np.array([rows.flat.size]), "row")
         advantages = advantages / _compute_divisor(batch, ddof, eps)
     return finish(rows, advantages, singleton)
@@ -124,7 +118,7 @@ def grpo(
 
 def _compute_divisor(rows: Rows, ddof: int, eps: float) -> np.ndarray:
     """Return the deviation + eps of each row [B], 1 where all are equal: their advantages are 0 as they are."""
-    deviations = deviation(rows, centre(rows, rows.flat), ddof)
+    deviations = rows.deviation(rows.flat, ddof)
     return np.where(deviations > 0, deviations + eps, 1.0)
 
 
@@ -169,8 +163,8 @@ def rloo(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     form and SkyRL return 0.
     """
     rows = read_rewards(rewards, singleton=singleton)
-    n = count(rows, rows.flat)
-    return finish(rows, centre(rows, rows.flat) * rows.repeat(n / np.maximum(n - 1, 1)), singleton)
+    n = rows.count(rows.flat)
+    return finish(rows, rows.centre(rows.flat) * rows.repeat(n / np.maximum(n - 1, 1)), singleton)
 
 
 @register("loo_std")
@@ -203,7 +197,7 @@ def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") ->
 def _by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Apply ``function`` to the scored rewards [b, n] of all groups of each size n; [N], 0 where unscored."""
     result = np.zeros(rows.flat.size)
-    sizes, places = count(rows, rows.flat), np.flatnonzero(~np.isnan(rows.flat))
+    sizes, places = rows.count(rows.flat), np.flatnonzero(~np.isnan(rows.flat))
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes).tolist():
         index = places[starts[sizes == size][:, None] + np.arange(size)]
@@ -298,7 +292,7 @@ def opo(rewards: RowsLike, *, lengths: RowsLike, singleton: str = "zero") -> Arr
     Source: arXiv:2505.23585. Peers: verl gives a group of one its raw reward.
     """
     rows = read_rewards(rewards, singleton=singleton)
-    return finish(rows, centre(rows, rows.flat, times=rows.read_counts("lengths", lengths)), singleton)
+    return finish(rows, rows.centre(rows.flat, times=rows.read_counts("lengths", lengths)), singleton)
 
 
 @register("gpg")
@@ -328,7 +322,7 @@ def gpg(rewards: RowsLike, *, count: str = "rewards", f_norm: float = 1.0, singl
     _check.choice("count", count, ("rewards", "groups"))
     f_norm = _check.real("f_norm", f_norm, above=0.0)
     rows = read_rewards(rewards, singleton=singleton)
-    centred = centre(rows, rows.flat)
+    centred = rows.centre(rows.flat)
     scored, signal = ~np.isnan(rows.flat), np.abs(rows.flat) > 0
     if count == "groups":
         scored, signal = (rows.reduce(np.logical_or, each) for each in (scored, np.abs(centred) > 0))
@@ -363,11 +357,10 @@ def opmd(rewards: RowsLike, *, baseline: str = "mean", tau: float = 1.0, singlet
     tau = _check.real("tau", tau, above=0.0)
     rows = read_rewards(rewards, singleton=singleton)
     if baseline == "mean":
-        return finish(rows, centre(rows, rows.flat), singleton)
+        return finish(rows, rows.centre(rows.flat), singleton)
     below = rows.flat - rows.repeat(rows.reduce(np.fmax, rows.flat))  # of the group's best, so that exp cannot overflow
     with np.errstate(over="ignore", divide="ignore"):  # log(0) where nothing is scored
-        averages = rows.sum(np.exp(below / tau)) / np.maximum(count(rows, below), 1)
-        return finish(rows, below - rows.repeat(tau * np.log(averages)), singleton)
+        return finish(rows, below - rows.repeat(tau * np.log(rows.mean(np.exp(below / tau)))), singleton)
 
 
 @register("asymre")
@@ -395,7 +388,7 @@ def asymre(rewards: RowsLike, *, shift: float = -0.1, singleton: str = "zero") -
     """
     shift = _check.real("shift", shift, low=-LARGEST, high=LARGEST)
     rows = read_rewards(rewards, singleton=singleton)
-    return finish(rows, centre(rows, rows.flat) - shift, singleton)
+    return finish(rows, rows.centre(rows.flat) - shift, singleton)
 
 
 @register("maxrl")
@@ -421,9 +414,9 @@ def maxrl(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     rows = read_rewards(rewards, singleton=singleton)
     largest = rows.reduce(np.fmax, np.abs(rows.flat))
     x = rows.flat / rows.repeat(np.where(largest > 0, largest, 1.0))  # in units in which nothing overflows or vanishes
-    mean = rows.repeat(rows.sum(x) / np.maximum(count(rows, x), 1))
+    mean = rows.repeat(rows.mean(x))
     good = mean > 1e-12
-    return finish(rows, np.where(good, centre(rows, x) / np.where(good, mean, 1.0), 0.0), singleton)
+    return finish(rows, np.where(good, rows.centre(x) / np.where(good, mean, 1.0), 0.0), singleton)
 
 
 @register("rec")
@@ -467,16 +460,14 @@ def rec(
         raise ConfigError("rng", f"got {_check.describe(rng)}", 'a numpy Generator with drop="balance" only')
     rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     kept = rows.flat if rng is None else _drop_surplus(rows, rng)
-    advantages = centre(rows, kept)
-    if normalize:
-        advantages = standardize(rows, advantages, ddof, eps)
+    advantages = rows.standardize(kept, ddof, eps) if normalize else rows.centre(kept)
     return finish(rows, advantages, singleton)
 
 
 def _drop_surplus(rows: Rows, rng: np.random.Generator) -> np.ndarray:
     """Return rewards [N] with NaN for a random choice of those by which more lie below the mean than not."""
-    below = centre(rows, rows.flat) < 0
-    surplus = 2 * rows.sum(below.astype(np.int64)) - count(rows, rows.flat)
+    below = rows.centre(rows.flat) < 0
+    surplus = 2 * rows.sum(below.astype(np.int64)) - rows.count(rows.flat)
     row = rows.repeat(np.arange(rows.lengths.size))
     order = np.lexsort((rng.random(below.size), ~below, row))  # by group, those below the mean first, then by chance
     rank = np.empty(below.size, np.int64)
@@ -527,10 +518,9 @@ def gdpo(
     factors = Rows.vector("weights", weights, len(parts), why="one per component").flat
     summed, size, varied = np.zeros(first.flat.size), 0.0, np.zeros(first.lengths.size, bool)
     for part, factor in zip(parts, factors, strict=True):
-        centred = centre(part, part.flat)
-        weighted = factor * apply_singleton(part, standardize(part, centred, ddof, eps), singleton)
+        weighted = factor * apply_singleton(part, part.standardize(part.flat, ddof, eps), singleton)
         summed, size = summed + weighted, size + np.abs(weighted).max()
-        varied |= part.reduce(np.fmax, np.abs(centred)) > 0
+        varied |= part.reduce(np.fmax, part.flat) > part.reduce(np.fmin, part.flat)
     summed[np.abs(summed) <= 1e-14 * size] = 0.0  # components that cancel leave rounding errors, not advantages
     unscored = np.logical_and.reduce([np.isnan(part.flat) for part in parts])
     advantages = whiten(np.where(unscored, np.nan, summed), ddof, eps)

@@ -17,13 +17,11 @@ from rlkit._rows import (
     Places,
     Rows,
     RowsLike,
-    centre,
     check_settings,
     fill_missing,
     is_one,
     list_labels,
     read_labels,
-    standardize,
     whiten,
 )
 from rlkit.advantages.group import apply_singleton, read_rewards, register
@@ -505,7 +503,7 @@ def reinforce_pp_baseline(
     rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     unscored = np.isnan(rows.flat)
     times = np.where(unscored, 0.0, rows.read_counts("lengths", lengths))
-    centred = apply_singleton(rows, centre(rows, rows.flat), singleton)
+    centred = apply_singleton(rows, rows.centre(rows.flat), singleton)
     return rows.restore(fill_missing(whiten(np.where(unscored, np.nan, centred), ddof, eps, times)))
 
 
@@ -581,8 +579,7 @@ def gigpo(
     codes = _read_states(steps.rows, states)
 
     def compare(rows: Rows) -> np.ndarray:
-        centred = centre(rows, rows.flat)
-        return standardize(rows, centred, ddof, eps) if scale == "group" else centred
+        return rows.standardize(rows.flat, ddof, eps) if scale == "group" else rows.centre(rows.flat)
 
     totals = steps.rows.sum(steps.rewards)
     order = np.argsort(codes, kind="stable")
