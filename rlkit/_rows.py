@@ -4,7 +4,7 @@ Every function of arrays takes one row [N], equally long rows [B, N], or a list 
 was given. ``Rows`` holds them one after the other: one numpy call serves all rows of any lengths, memory follows
 the number of entries, and a row gives the same bits alone and among others.
 
-The statistics of rows follow three rules: NaN is a number that is not there, such as the reward of a sample that could
+The statistics of rows follow three rules: NaN is a missing number, such as the reward of a sample that could
 not be scored; a constant row deviates by exactly 0; nothing is ever divided by 0.
 """
 

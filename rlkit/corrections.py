@@ -194,7 +194,7 @@ def token_mask(
     >>> token_mask(trainer_logprobs=[-1.0, math.log(0.3)], sampling_logprobs=[-1.0, math.log(0.1)])  # 1 and 3
     array([1., 0.])
 
-    Source: none of its own; the mask of IcePop, arXiv:2510.18855. Peers: verl 0.9 bounds the inverse ratio; TRL's
+    Source: the mask of IcePop, arXiv:2510.18855. Peers: verl 0.9 bounds the inverse ratio; TRL's
     token_mask gives the ratio where this gives 1, as ``icepop`` does.
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
@@ -278,7 +278,7 @@ def outlier_veto(
     array([[0., 0.],
            [1., 1.]])
 
-    Source: none of its own. Peers: SkyRL's outlier_token_is_threshold_low and _high; verl's veto has only the lower
+    Source: no paper. Peers: SkyRL's outlier_token_is_threshold_low and _high; verl's veto has only the lower
     bound.
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)

@@ -190,7 +190,7 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
     >>> difficulty_band([[1, 1], [1, 0], [0, 0]]).keep
     array([False,  True, False])
 
-    Source: none of its own. Peers: prime-rl's and rllm's easy and hard thresholds.
+    Source: no paper. Peers: prime-rl's and rllm's easy and hard thresholds.
     """
     high = _check.real("high", high)
     low = _check.real("low", low, high=high)

@@ -350,7 +350,7 @@ def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     >>> efficiency_bonus([1.0, 1.0, 0.0], [10, 30, 5])  # mean length of the best 20
     array([1.5, 1. , 0. ])
 
-    Source: none of its own; prime-rl's length penalty.
+    Source: prime-rl's length penalty.
     """
     rows = Rows.parse("rewards", rewards, nan=True)
     n = rows.read_counts("lengths", lengths)
@@ -451,7 +451,7 @@ def think_format(
     >>> think_format(["2 + 2 is 4</think>4"], opened=True)
     array([1.])
 
-    Source: none of its own; TRL's think_format_reward.
+    Source: TRL's think_format_reward.
     """
     opened = _check.flag("opened", opened)
     if len(tags) != 2 or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):

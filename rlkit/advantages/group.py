@@ -195,18 +195,23 @@ def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") ->
 
 
 def _by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Apply ``function`` to the scored rewards [b, n] of all groups of each size n; [N], 0 where unscored."""
+    """Apply ``function`` to the scored rewards [b, n], in rising order, of the groups of each size n.
+
+    Returns:
+        What it returns for each reward [N], 0 where unscored.
+    """
     result = np.zeros(rows.flat.size)
     sizes, places = rows.count(rows.flat), np.flatnonzero(~np.isnan(rows.flat))
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes).tolist():
         index = places[starts[sizes == size][:, None] + np.arange(size)]
+        index = np.take_along_axis(index, np.argsort(rows.flat[index], axis=1), axis=1)
         result[index] = function(rows.flat[index])
     return result
 
 
 def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
-    """Compute ``loo_std`` for groups [b, n] of one size.
+    """Compute ``loo_std`` for rising groups [b, n] of one size.
 
     The others of a reward are those below and those above it, whose squares are summed apart: subtracting one square
     from the sum of all would leave the rounding error of the largest.
@@ -214,11 +219,9 @@ def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
     n = x.shape[1]
     if n < 3:
         return np.asarray(x - x[:, ::-1])
-    order = np.argsort(x, axis=1)
-    ranked = np.take_along_axis(x, order, axis=1)
-    span = ranked[:, -1:] - ranked[:, :1]
+    span = x[:, -1:] - x[:, :1]
     unit = np.where(span > 0, span, 1.0)
-    up, down = (ranked - ranked[:, :1]) / unit, (ranked[:, -1:] - ranked) / unit
+    up, down = (x - x[:, :1]) / unit, (x[:, -1:] - x) / unit
     below, above = np.arange(n), np.arange(n)[::-1]  # how many there are on either side
     sum_below, squares_below = _sum_before(up), _sum_before(up * up)
     sum_above, squares_above = _sum_before(down[:, ::-1])[:, ::-1], _sum_before((down * down)[:, ::-1])[:, ::-1]
@@ -226,15 +229,12 @@ def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
     mean = (below * mean_below + above * mean_above) / (n - 1)
     squares = squares_below - sum_below * mean_below + squares_above - sum_above * sum_above / np.maximum(above, 1)
     squares += (mean_above - mean_below) ** 2 * below * above / (n - 1)
-    lowest = np.where(below > 0, ranked[:, :1], ranked[:, 1:2])
-    highest = np.where(above > 0, ranked[:, -1:], ranked[:, -2:-1])
+    lowest = np.where(below > 0, x[:, :1], x[:, 1:2])
+    highest = np.where(above > 0, x[:, -1:], x[:, -2:-1])
     centred = up - mean
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         divisor = np.sqrt(squares / (n - 2)) + eps / unit
-        result = np.where((lowest == highest) | (divisor == 0), centred * unit, centred / divisor)
-    advantages = np.empty_like(x)
-    np.put_along_axis(advantages, order, result, axis=1)
-    return advantages
+        return np.asarray(np.where((lowest == highest) | (divisor == 0), centred * unit, centred / divisor))
 
 
 def _sum_before(x: np.ndarray) -> np.ndarray:
@@ -514,13 +514,15 @@ def gdpo(
     first = parts[0]
     for part in parts:
         first.read_like(part.where, part.restore(part.flat))
-    weights = [1.0] * len(parts) if weights is None else weights
-    factors = Rows.vector("weights", weights, len(parts), why="one per component").flat
+    factors = np.ones(len(parts))
+    if weights is not None:
+        factors = Rows.vector("weights", weights, len(parts), why="one per component").flat
     summed, size, varied = np.zeros(first.flat.size), 0.0, np.zeros(first.lengths.size, bool)
     for part, factor in zip(parts, factors, strict=True):
-        weighted = factor * apply_singleton(part, part.standardize(part.flat, ddof, eps), singleton)
+        advantages = part.standardize(part.flat, ddof, eps)
+        weighted = factor * apply_singleton(part, advantages, singleton)
         summed, size = summed + weighted, size + np.abs(weighted).max()
-        varied |= part.reduce(np.fmax, part.flat) > part.reduce(np.fmin, part.flat)
+        varied |= part.reduce(np.fmax, np.abs(advantages)) > 0
     summed[np.abs(summed) <= 1e-14 * size] = 0.0  # components that cancel leave rounding errors, not advantages
     unscored = np.logical_and.reduce([np.isnan(part.flat) for part in parts])
     advantages = whiten(np.where(unscored, np.nan, summed), ddof, eps)
@@ -628,11 +630,10 @@ def _check_k(rows: Rows, k: int, low: int = 1) -> int:
 
 
 def _best_minus_second(x: np.ndarray) -> np.ndarray:
-    """Compute "max_second" for groups [b, n] of one size."""
+    """Compute "max_second" for rising groups [b, n] of one size."""
     result = np.zeros_like(x)
     if x.shape[1] > 1:
-        top = np.partition(x, -2, axis=1)
-        np.put_along_axis(result, x.argmax(axis=1)[:, None], top[:, -1:] - top[:, -2:-1], axis=1)
+        result[:, -1] = x[:, -1] - x[:, -2]
     return result
 
 
@@ -656,25 +657,20 @@ def _compare_right_and_wrong(n: int, wrong: int, k: int) -> tuple[float, float]:
 
 
 def _share_best(x: np.ndarray, k: int, *, relative: bool) -> np.ndarray:
-    """Compute ``pkpo`` for groups [b, n] of one size, whose ranks i count from 0, the lowest."""
-    n, result = x.shape[1], np.zeros_like(x)
+    """Compute ``pkpo`` for rising groups [b, n] of one size, whose ranks i count from 0, the lowest."""
+    n = x.shape[1]
     if n < k:
-        return result
-    order = np.argsort(x, axis=1)
-    ranked = np.take_along_axis(x, order, axis=1)
+        return np.zeros_like(x)
     with_both = np.array([math.comb(i, k - 2) / math.comb(n, k) if k > 1 else 0.0 for i in range(n)])
     if relative:
         # The sum over lower ranks j of (x_i - x_j) C(j, k - 2) / C(n, k): only subsets whose best the sample is count,
         # and without it their best is the next rank. As a sum of steps up, so that nothing is subtracted.
-        steps = np.diff(ranked, axis=1, prepend=ranked[:, :1])  # the first is 0, and its weight does not matter
-        share = np.cumsum(steps * np.roll(np.cumsum(with_both), 1), axis=1)
-    else:
-        # It is the best of C(i, k - 1) subsets, and in C(j - 1, k - 2) of those whose best has the higher rank j.
-        best = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
-        from_here = np.cumsum((ranked * np.roll(with_both, 1))[:, ::-1], axis=1)[:, ::-1]
-        share = ranked * best + np.pad(from_here[:, 1:], ((0, 0), (0, 1)))
-    np.put_along_axis(result, order, share, axis=1)
-    return result
+        steps = np.diff(x, axis=1, prepend=x[:, :1])  # the first is 0, and its weight does not matter
+        return np.cumsum(steps * np.roll(np.cumsum(with_both), 1), axis=1)
+    # It is the best of C(i, k - 1) subsets, and in C(j - 1, k - 2) of those whose best has the higher rank j.
+    best = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    from_here = np.cumsum((x * np.roll(with_both, 1))[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray(x * best + np.pad(from_here[:, 1:], ((0, 0), (0, 1))))
 
 
 @register("step_wise_grpo")
