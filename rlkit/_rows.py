@@ -4,22 +4,23 @@ Every function of arrays takes one row [N], equally long rows [B, N], or a list 
 was given. ``Rows`` holds them one after the other: one numpy call serves all rows of any lengths, memory follows
 the number of entries, and a row gives the same bits alone and among others.
 
-The statistics of rows follow three rules: NaN is a number that is not there, such as the reward of a sample that could
+The statistics of rows follow three rules: NaN is a missing number, such as the reward of a sample that could
 not be scored; a constant row deviates by exactly 0; nothing is ever divided by 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
 from rlkit._runtime import warn
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import DataError
 
 Number: TypeAlias = float | np.number[Any] | np.bool_
 Row: TypeAlias = np.ndarray | Sequence[Number]
@@ -43,10 +44,6 @@ HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.062
 LARGEST_RATIO = 300.0  # exp(2 * 300) is still finite; a token beyond it is broken, and its exact size does not matter
 _ALL = slice(None)
 _FORMS = "a 1-D array, a 2-D array or a list of 1-D arrays of numbers"
-_ALONE = (
-    "rewards: every group has one member, so there is none to compare it with; a group is a row, so give rewards as "
-    "[prompts, samples], or transpose a column"
-)
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +53,7 @@ class Rows:
     where: str  # what the user calls the argument
     flat: np.ndarray
     lengths: np.ndarray  # [B]
-    form: Literal["row", "matrix", "list"]
+    form: str  # "row", "matrix" or "list"
     ends: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: np.cumsum(self.lengths), True))
     starts: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: self.ends - self.lengths, True))
 
@@ -83,7 +80,6 @@ class Rows:
             DataError: naming the row or entry that is text, None or (for numbers) a boolean, or that is missing.
         """
         kinds = "iufb" if boolean else "iuf"
-        form: Literal["row", "matrix", "list"]
         if isinstance(value, (list, tuple)) and any(map(_is_row, value)):
             arrays: Any = value
             if not all(type(x) is np.ndarray and x.ndim == 1 and x.dtype.kind in kinds for x in value):
@@ -124,8 +120,7 @@ class Rows:
     def read_each(self, where: str, value: RowsLike | float) -> np.ndarray:
         """Read a number, or one for each row, as one for each row [B]."""
         if is_one(value):
-            number = _check.real(where, _check.plain(value), low=-LARGEST, high=LARGEST, error=DataError)
-            return np.full(self.lengths.size, number)
+            return np.full(self.lengths.size, _check.real(where, value, low=-LARGEST, high=LARGEST, error=DataError))
         return Rows.vector(where, value, self.lengths.size, why="one for each row").flat  # type: ignore[arg-type]
 
     def restore(self, flat: np.ndarray) -> Arrays:
@@ -146,14 +141,60 @@ class Rows:
         if filled.all():
             return np.asarray(ufunc.reduceat(flat, self.starts))
         result = np.full(self.lengths.size, empty, flat.dtype)
-        if filled.any():
-            result[filled] = ufunc.reduceat(flat, self.starts[filled])
+        result[filled] = ufunc.reduceat(flat, self.starts[filled])
         return result
 
     def sum(self, flat: np.ndarray) -> np.ndarray:
         """Return the sum of the numbers of each row of [N]."""
         sums = self.reduce(np.add, flat)
         return self.reduce(np.add, fill_missing(flat)) if np.isnan(sums).any() else sums
+
+    def count(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return how many numbers each row of ``x`` [N] has, counting each ``times`` [N] times where that is given."""
+        missing = np.isnan(x)
+        if times is not None:
+            return self.sum(np.where(missing, 0.0, times))
+        return self.lengths - self.sum(missing.astype(np.int64)) if missing.any() else self.lengths
+
+    def mean(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return the mean of each row of ``x`` [N], 0 for a row without numbers."""
+        return np.asarray(self.sum(x if times is None else x * times) / np.maximum(self.count(x, times), 1))
+
+    def centre(self, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
+        """Return x [N] minus the mean of its row, in which each entry counts once, or ``times`` [N] times.
+
+        The mean is that of the differences from the row's lowest: the mean of equal numbers may round, of zeros it
+        cannot.
+        """
+        counted = x if times is None else np.where(times > 0, x, np.nan)
+        above = x - self.repeat(self.reduce(np.fmin, counted))
+        return np.asarray(above - self.repeat(self.mean(above, times)))
+
+    def deviation(self, x: np.ndarray, ddof: int) -> np.ndarray:
+        """Return the standard deviation [B] of each row of ``x`` [N], 0 where all are equal."""
+        unit, _, relative = self._scale(x, ddof)
+        return np.asarray(unit * relative)
+
+    def standardize(self, x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
+        """Return (x - mean) / (deviation of the row + eps) [N], exactly 0 in rows where all are equal."""
+        unit, distances, relative = self._scale(x, ddof, times)
+        with np.errstate(over="ignore"):
+            divisor = np.where(relative > 0, relative + eps / unit, np.inf)
+        return np.asarray(distances / self.repeat(divisor))
+
+    def _scale(self, x: np.ndarray, ddof: int, times: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """Return the largest distance from the mean [B], and in this unit the distances [N] and their deviation [B].
+
+        In this unit squares neither overflow nor vanish.
+        """
+        centred = self.centre(x, times)
+        counted = centred if times is None else np.where(times > 0, centred, np.nan)
+        largest = self.reduce(np.fmax, np.abs(counted))
+        unit = np.where(largest > 0, largest, 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
+            d = centred / self.repeat(unit)
+            squares = d * d if times is None else np.where(times > 0, times * d * d, 0.0)
+        return unit, d, np.sqrt(self.sum(squares) / np.maximum(self.count(x, times) - ddof, 1))
 
     @property
     def layout(self) -> str:
@@ -174,9 +215,7 @@ class Rows:
     ) -> None:
         """Raise DataError for the first entry of [N], ``among`` those that count, that is not ``good``."""
         if not good[among].all():
-            counted = np.zeros(flat.size, bool)
-            counted[among] = True
-            index = int(np.argmax(counted & ~good))
+            index = int(np.arange(flat.size)[among][good[among].argmin()])
             raise DataError(self.name(index, where), f"is {flat[index]}", expected, why)
 
     def check_finite(self, where: str, flat: np.ndarray, *, nan: bool = False, among: Places = _ALL) -> None:
@@ -224,27 +263,22 @@ def _read_array(where: str, value: object, boolean: bool, ndim: tuple[int, ...])
 
 def read_labels(where: str, value: Any, size: int, why: str = "one label per reward") -> np.ndarray:
     """Return labels [size] as codes 0, 1, ... in order of appearance."""
-    several = (hasattr(value, "__len__") or hasattr(value, "__array__")) and getattr(value, "ndim", 1) != 0
-    if isinstance(value, (str, bytes)) or not several:
-        raise DataError(where, f"got {_check.describe(value)}", f"{size} labels", why)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (size,):
+    if hasattr(value, "__array__"):
+        value = np.asarray(value)
+    _check.entries(where, value, size, why)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1:
         _, first, sorted_codes = np.unique(value, return_index=True, return_inverse=True)
         rank = np.empty(first.size, np.int64)
         rank[np.argsort(first)] = np.arange(first.size)
         return rank[sorted_codes]
     listed = list_labels(value)
-    if len(listed) != size:
-        raise DataError(where, f"has length {len(listed)}", f"{size}", why)
     known: dict[Hashable, int] = {}
-    codes = []
-    try:
+    with contextlib.suppress(TypeError):  # of a label that is not hashable
         codes = [known.setdefault(label, len(known)) for label in listed]
-    except TypeError:  # a label that is not hashable
-        known[None] = 0
-    if not all(map(_is_label, known)):
-        i = next(i for i, label in enumerate(listed) if not _is_label(label))
-        raise DataError(f"{where}[{i}]", f"is {_check.describe(listed[i])}", "a label, such as a string or number")
-    return np.array(codes, np.int64)
+        if all(map(_is_label, known)):
+            return np.array(codes, np.int64)
+    i = next(i for i, label in enumerate(listed) if not _is_label(label))
+    raise DataError(f"{where}[{i}]", f"is {_check.describe(listed[i])}", "a label, such as a string or number")
 
 
 def list_labels(value: Any) -> list[Hashable]:
@@ -253,8 +287,12 @@ def list_labels(value: Any) -> list[Hashable]:
 
 
 def _is_label(label: object) -> bool:
-    """Return whether it can be compared; NaN would be a group of its own every time."""
-    return isinstance(label, Hashable) and label is not None and label == label  # noqa: PLR0124
+    """Return whether it is hashable and equals itself; NaN would form another group every time."""
+    try:
+        hash(label)
+    except TypeError:
+        return False
+    return label is not None and label == label  # noqa: PLR0124
 
 
 def fill_missing(x: np.ndarray) -> np.ndarray:
@@ -262,61 +300,9 @@ def fill_missing(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0.0, x)
 
 
-def count(rows: Rows, x: np.ndarray) -> np.ndarray:
-    """Return how many numbers each row of ``x`` [N] has."""
-    missing = np.isnan(x)
-    return rows.lengths - rows.sum(missing.astype(np.int64)) if missing.any() else rows.lengths
-
-
-def centre(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
-    """Return x [N] minus the mean of its row, in which each entry counts once, or ``times`` [N] times.
-
-    The mean is that of the differences from the row's lowest: the mean of equal numbers may round, of zeros it cannot.
-    """
-    counted = x if times is None else np.where(times > 0, x, np.nan)
-    above = x - rows.repeat(rows.reduce(np.fmin, counted))
-    if times is None:
-        mean = rows.sum(above) / np.maximum(count(rows, x), 1)
-    else:
-        mean = rows.sum(above * times) / np.maximum(rows.sum(np.where(np.isnan(x), 0.0, times)), 1)
-    return np.asarray(above - rows.repeat(mean))
-
-
-def deviation(rows: Rows, centred: np.ndarray, ddof: int) -> np.ndarray:
-    """Return the standard deviation of each row [B] of centred numbers, 0 where all are equal."""
-    unit, _, relative = _relative(rows, centred, ddof)
-    return np.asarray(unit * relative)
-
-
-def standardize(rows: Rows, centred: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
-    """Return centred numbers [N] / (standard deviation of the row + eps), exactly 0 in rows where all are equal."""
-    unit, x, relative = _relative(rows, centred, ddof, times)
-    with np.errstate(over="ignore"):
-        divisor = np.where(relative > 0, relative + eps / unit, np.inf)
-    return np.asarray(x / rows.repeat(divisor))
-
-
-def _relative(
-    rows: Rows, centred: np.ndarray, ddof: int, times: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the largest distance from the mean [B], and in this unit the distances [N] and their deviation [B].
-
-    In this unit squares neither overflow nor vanish.
-    """
-    counted = centred if times is None else np.where(times > 0, centred, np.nan)
-    largest = rows.reduce(np.fmax, np.abs(counted))
-    unit = np.where(largest > 0, largest, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
-        x = centred / rows.repeat(unit)
-        squares = x * x if times is None else np.where(times > 0, times * x * x, 0.0)
-    n = count(rows, centred) if times is None else rows.sum(times)
-    return unit, x, np.sqrt(rows.sum(squares) / np.maximum(n - ddof, 1))
-
-
 def whiten(x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:
     """Return (x - mean) / (standard deviation + eps) over all of ``x`` [N]; exactly 0 where all are equal."""
-    batch = Rows("", x, np.array([x.size]), "row")
-    return standardize(batch, centre(batch, x, times), ddof, eps, times)
+    return Rows("", x, np.array([x.size]), "row").standardize(x, ddof, eps, times)
 
 
 def check_settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> None:
@@ -329,7 +315,10 @@ def check_settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") 
 def warn_alone(rows: Rows) -> None:
     """Warn, once for each line of a program, where there are several groups and all have one member."""
     if rows.form != "row" and rows.lengths.size > 1 and (rows.lengths == 1).all():
-        warn(_ALONE)
+        warn(
+            "rewards: every group has one member, which leaves nothing to compare it with; a group is a row, so give "
+            "rewards as [prompts, samples], or transpose a column"
+        )
 
 
 def log_ratios(
@@ -339,7 +328,7 @@ def log_ratios(
     rows = read_logprobs("trainer_logprobs", trainer_logprobs, some=some)
     sampling = rows.read_like("sampling_logprobs", sampling_logprobs)
     rows.check_logprobs("sampling_logprobs", sampling)
-    return rows, np.subtract(rows.flat, sampling)
+    return rows, rows.flat - sampling
 
 
 def read_logprobs(where: str, value: RowsLike, *, some: bool = True) -> Rows:
@@ -368,10 +357,5 @@ def check_bounds(low: float, high: float) -> tuple[float, float]:
         ConfigError: they are not, such as the distances from 1 that other libraries take.
     """
     why = "it bounds the ratio: for a clip of 0.2 write 1 - 0.2 and 1 + 0.2"
-    low = _check.real("clip_low_threshold", low, low=0.0, why=why)
-    high = _check.real("clip_high_threshold", high, low=0.0, why=why)
-    if low > 1.0:
-        raise ConfigError("clip_low_threshold", f"is {low}", "at most 1", why)
-    if high < 1.0:
-        raise ConfigError("clip_high_threshold", f"is {high}", "at least 1", why)
-    return low, high
+    low = _check.real("clip_low_threshold", low, low=0.0, high=1.0, why=why)
+    return low, _check.real("clip_high_threshold", high, low=1.0, why=why)

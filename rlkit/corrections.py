@@ -169,9 +169,6 @@ def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: flo
     return rows.restore(np.exp(np.clip(d, -bound, bound)))
 
 
-_LEVELS = ("token", "sequence-sum", "sequence-mean", "sequence-max")
-
-
 def token_mask(
     *,
     trainer_logprobs: RowsLike,
@@ -197,7 +194,7 @@ def token_mask(
     >>> token_mask(trainer_logprobs=[-1.0, math.log(0.3)], sampling_logprobs=[-1.0, math.log(0.1)])  # 1 and 3
     array([1., 0.])
 
-    Source: none of its own; the mask of IcePop, arXiv:2510.18855. Peers: verl 0.9 bounds the inverse ratio; TRL's
+    Source: the mask of IcePop, arXiv:2510.18855. Peers: verl 0.9 bounds the inverse ratio; TRL's
     token_mask gives the ratio where this gives 1, as ``icepop`` does.
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
@@ -259,8 +256,7 @@ def geometric_sequence_mask(
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    means = rows.sum(d) / np.maximum(rows.lengths, 1)  # an empty sequence has none, and no token that would show it
-    return rows.restore(rows.repeat(_within(means, low, high)))
+    return rows.restore(rows.repeat(_within(rows.sum(d) / np.maximum(rows.lengths, 1), low, high)))
 
 
 def outlier_veto(
@@ -282,7 +278,7 @@ def outlier_veto(
     array([[0., 0.],
            [1., 1.]])
 
-    Source: none of its own. Peers: SkyRL's outlier_token_is_threshold_low and _high; verl's veto has only the lower
+    Source: no paper. Peers: SkyRL's outlier_token_is_threshold_low and _high; verl's veto has only the lower
     bound.
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
@@ -319,21 +315,18 @@ def divergence_rejection(
 
     Source: Schulman, "Approximating KL divergence" (2020). Peers: verl's rollout_rs token_k2, seq_sum_k3, ...
     """
-    _check.choice("level", level, _LEVELS)
+    _check.choice("level", level, ("token", "sequence-sum", "sequence-mean", "sequence-max"))
     _check.choice("estimator", estimator, ("k2", "k3"))
     threshold = _check.real("threshold", threshold, low=0.0)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     # Only what is exponentiated is bounded: e^300 is above any threshold that a user means.
     divergence = 0.5 * d * d if estimator == "k2" else np.expm1(_rows.bound(d)) - d
-    if level == "token":
-        return rows.restore((divergence <= threshold).astype(np.float64))
-    if level == "sequence-max":
-        of_sequence = rows.reduce(np.maximum, divergence)
-    else:
-        of_sequence = rows.sum(divergence)
-        if level == "sequence-mean":
-            of_sequence = of_sequence / np.maximum(rows.lengths, 1)
-    return rows.restore(rows.repeat((of_sequence <= threshold).astype(np.float64)))
+    if level != "token":
+        divergence = rows.reduce(np.maximum if level == "sequence-max" else np.add, divergence)
+    if level == "sequence-mean":
+        divergence = divergence / np.maximum(rows.lengths, 1)
+    near = (divergence <= threshold).astype(np.float64)
+    return rows.restore(near if level == "token" else rows.repeat(near))
 
 
 def _within(log_ratio: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -368,7 +361,7 @@ def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Arrays:
     all processes as here; 0.2 is the paper's choice, TRL's default of 1 keeps every token.
     """
     fraction = _check.real("fraction", fraction, above=0.0, high=1.0)
-    rows = _entropies(entropy)
+    rows = _read_entropies(entropy)
     if rows.flat.size == 0:
         return rows.restore(rows.flat)
     # Of equal entropies at the quantile all are kept, so that no order of tokens decides.
@@ -401,7 +394,7 @@ def clip_b(*, entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike, mu: f
     Source: arXiv:2602.03392, Clip_B. Peers: Trinity-RFT's clipb, with the same mu.
     """
     mu = _check.real("mu", mu, low=0.0)
-    rows, score, a = _scores(entropy, logprobs, advantages)
+    rows, score, a = _compute_scores(entropy, logprobs, advantages)
     if rows.flat.size == 0 or score.std() < _FLAT:
         return rows.restore(np.ones_like(score))
     return rows.restore(1.0 - ((a < 0) & (score - score.mean() < -mu * score.std())))
@@ -447,35 +440,30 @@ def clip_v(
     """
     mu = _check.real("mu", mu, low=0.0)
     max_fraction = _check.real("max_fraction", max_fraction, low=0.0, high=1.0)
-    rows, score, a = _scores(entropy, logprobs, advantages)
+    rows, score, a = _compute_scores(entropy, logprobs, advantages)
     p2, p2_logp = rows.read_like("sum_p2", sum_p2), rows.read_like("sum_p2_logp", sum_p2_logp)
     rows.require("sum_p2", p2, (p2 > 0) & (p2 <= 1 + 1e-4), "in (0, 1]")  # but for the rounding of a float32 sum
     rows.require("sum_p2_logp", p2_logp, (p2_logp <= 1e-4) & (p2_logp >= -_rows.LARGEST), "at most 0")
     # sum of p_v S_v = sum of p_v^2 (H + log p_v) = H sum of p_v^2 + sum of p_v^2 log p_v
     far = rows.flat * p2 + p2_logp - score
-    if far.size == 0 or far.std() < _FLAT:
-        return rows.restore(np.ones_like(far))
-    dropped = np.flatnonzero((a < 0) & (far > mu * far.std()))
-    most = max(1, int(max_fraction * far.size))
     keep = np.ones_like(far)
-    keep[dropped[np.argsort(-far[dropped], kind="stable")[:most]]] = 0.0
+    if far.size and far.std() >= _FLAT:
+        dropped = np.flatnonzero((a < 0) & (far > mu * far.std()))
+        most = max(1, int(max_fraction * far.size))
+        keep[dropped[np.argsort(-far[dropped], kind="stable")[:most]]] = 0.0
     return rows.restore(keep)
 
 
-def _entropies(entropy: RowsLike) -> Rows:
+def _read_entropies(entropy: RowsLike) -> Rows:
     rows = Rows.parse("entropy", entropy, empty=True)
     rows.require("entropy", rows.flat, rows.flat >= -1e-4, "a number >= 0, in nats")
     return rows
 
 
-def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[Rows, np.ndarray, np.ndarray]:
+def _compute_scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[Rows, np.ndarray, np.ndarray]:
     """Return the rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
-    rows = _entropies(entropy)
+    rows = _read_entropies(entropy)
     lp, a = rows.read_like("logprobs", logprobs), rows.read_like("advantages", advantages)
     rows.check_logprobs("logprobs", lp)
     rows.check_finite("advantages", a)
     return rows, np.exp(lp) * (rows.flat + lp), a
-
-
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import Rows, RowsLike, centre, count, deviation, is_count, warn_alone
+from rlkit._rows import Rows, RowsLike, is_count, warn_alone
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 _MASK = "a 1-D array of True and False"
 
 
-def _flags(keep: object) -> np.ndarray:
+def _read_mask(keep: object) -> np.ndarray:
     array = _check.as_array("keep", keep, _MASK)
     array = array.astype(bool) if array.shape == (0,) else array  # an empty list has no dtype
     if array.ndim != 1 or array.dtype.kind != "b":
@@ -40,15 +40,12 @@ def _flags(keep: object) -> np.ndarray:
     return _check.frozen(array)
 
 
-def _counts(dropped: object) -> Mapping[str, int]:
-    if not isinstance(dropped, Mapping):
-        raise DataError("dropped", f"got {_check.describe(dropped)}", "filter names with counts")
-    counts = {}
-    for name, number in dropped.items():
-        if not isinstance(name, str):
-            raise DataError("dropped", f"has the key {_check.describe(name)}", "names of filters")
-        counts[name] = _check.integer(f"dropped[{name!r}]", number, low=0, error=DataError)
-    return MappingProxyType(counts)
+def _read_counts(dropped: object) -> Mapping[str, int]:
+    if not isinstance(dropped, Mapping) or not all(isinstance(name, str) for name in dropped):
+        raise DataError("dropped", f"got {_check.describe(dropped)}", "a mapping of filter names to counts")
+    return MappingProxyType(
+        {name: _check.integer(f"dropped[{name!r}]", n, low=0, error=DataError) for name, n in dropped.items()}
+    )
 
 
 @attrs.frozen(eq=False)
@@ -68,8 +65,8 @@ class Selection:
     (array([False, False]), {'unscored': 1, 'overlong': 2}, 0)
     """
 
-    keep: np.ndarray = attrs.field(converter=_flags)
-    dropped: Mapping[str, int] = attrs.field(converter=_counts)
+    keep: np.ndarray = attrs.field(converter=_read_mask)
+    dropped: Mapping[str, int] = attrs.field(converter=_read_counts)
 
     @property
     def kept(self) -> int:
@@ -100,9 +97,8 @@ class Selection:
         if other.keep.size != self.keep.size:
             what = f"have {self.keep.size} and {other.keep.size} entries"
             raise DataError("selections", what, "the same number", "both must select from the same groups or samples")
-        dropped = dict(self.dropped)
-        for name, number in other.dropped.items():
-            dropped[name] = dropped.get(name, 0) + number
+        names = {**self.dropped, **other.dropped}
+        dropped = {name: self.dropped.get(name, 0) + other.dropped.get(name, 0) for name in names}
         return Selection(self.keep & other.keep, dropped)
 
 
@@ -136,7 +132,7 @@ def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
     warn_alone(rows)
     keep = rows.reduce(np.fmax, rows.flat) > rows.reduce(np.fmin, rows.flat)
     if threshold > 0:
-        keep &= deviation(rows, centre(rows, rows.flat), 1) > threshold
+        keep &= rows.deviation(rows.flat, 1) > threshold
     return select("zero_variance", keep)
 
 
@@ -165,9 +161,8 @@ def dynamic_sampling(
     """
     correct = _check.real("correct", correct)
     fill = _check.flag("keep_when_insufficient", keep_when_insufficient)
-    if needed is not None:
-        needed = _check.integer("needed", needed, low=1)
-    elif fill:
+    needed = _check.optional(_check.integer, "needed", needed, low=1)
+    if fill and needed is None:
         raise ConfigError("needed", "is None", "a number with keep_when_insufficient=True")
     rows = Rows.parse("rewards", rewards, nan=True)
     warn_alone(rows)
@@ -175,7 +170,7 @@ def dynamic_sampling(
     if needed is not None:
         mixed = int(keep.sum())
         keep &= np.cumsum(keep) <= needed
-        if fill and mixed < needed:
+        if fill:
             keep |= np.cumsum(~keep) <= needed - mixed
     return select("dynamic_sampling", keep)
 
@@ -195,14 +190,13 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
     >>> difficulty_band([[1, 1], [1, 0], [0, 0]]).keep
     array([False,  True, False])
 
-    Source: none of its own. Peers: prime-rl's and rllm's easy and hard thresholds.
+    Source: no paper. Peers: prime-rl's and rllm's easy and hard thresholds.
     """
-    low, high = _check.real("low", low), _check.real("high", high)
-    if low > high:
-        raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
+    high = _check.real("high", high)
+    low = _check.real("low", low, high=high)
     rows = Rows.parse("rewards", rewards, nan=True)
     lowest = rows.reduce(np.fmin, rows.flat)  # the mean of equal numbers may round: that of zeros cannot
-    mean = lowest + rows.sum(rows.flat - rows.repeat(lowest)) / np.maximum(count(rows, rows.flat), 1)
+    mean = lowest + rows.mean(rows.flat - rows.repeat(lowest))
     return select("difficulty_band", (mean >= low) & (mean <= high))
 
 
@@ -259,13 +253,9 @@ def duplicates(sequences: Sequence[object]) -> Selection:
     array([ True,  True, False])
     """
     _check.entries("sequences", sequences, why="one entry per sample")
-    seen: set[bytes] = set()
-    keep = []
-    for i, tokens in enumerate(sequences):
-        key = _check.token_ids(f"sequences[{i}]", tokens).tobytes()
-        keep.append(key not in seen)
-        seen.add(key)
-    return select("duplicates", np.array(keep, bool))
+    keys = [_check.token_ids(f"sequences[{i}]", tokens).tobytes() for i, tokens in enumerate(sequences)]
+    first: dict[bytes, int] = {}
+    return select("duplicates", np.array([first.setdefault(key, i) == i for i, key in enumerate(keys)], bool))
 
 
 def failed(failures: Sequence[object]) -> Selection:
@@ -281,12 +271,10 @@ def failed(failures: Sequence[object]) -> Selection:
     array([ True, False,  True])
     """
     _check.entries("failures", failures, why="one entry per sample")
-    keep = []
     for i, failure in enumerate(failures):
         if failure is not None and not isinstance(failure, (bool, np.bool_, BaseException)):
             raise DataError(f"failures[{i}]", f"is {_check.describe(failure)}", "None, True, False or an exception")
-        keep.append(failure is None or failure is False or (isinstance(failure, np.bool_) and not failure))
-    return select("failed", np.array(keep, bool))
+    return select("failed", np.array([not (isinstance(f, BaseException) or f) for f in failures], bool))
 
 
 def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
@@ -327,8 +315,3 @@ def unscored(rewards: RowsLike) -> Selection:
     array([ True, False])
     """
     return select("unscored", ~np.isnan(Rows.vector("rewards", rewards, nan=True).flat))
-
-
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from
-Selection.refilled.__module__ = __name__  # doctest looks for a class and its methods in one module

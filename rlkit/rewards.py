@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, count, fill_missing, whiten
+from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, fill_missing, whiten
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def reduction(rewards: RowsLike, how: str = "sum") -> Any:
@@ -56,23 +55,23 @@ def reduction(rewards: RowsLike, how: str = "sum") -> Any:
 
     Source: none needed. Peers: OpenReward's reward_reduction.
     """
-    _check.choice("how", how, (*_REDUCTIONS, "last"))
-    rows = Rows.parse("rewards", _given(rewards), nan=True)
+    _check.choice("how", how, ("sum", "mean", "max", "min", "last"))
+    rows = Rows.parse("rewards", _drop_none(rewards), nan=True)
+    ufunc = {"max": np.maximum, "min": np.minimum}.get(how, np.add)  # NaN spreads in all three
+    reduced = rows.reduce(ufunc, rows.flat)
     if how == "last":
-        reduced = np.where(np.isnan(rows.reduce(np.add, rows.flat)), np.nan, rows.flat[rows.ends - 1])
-    else:
-        reduced = rows.reduce(_REDUCTIONS[how], rows.flat)  # NaN spreads in all four
+        reduced = np.where(np.isnan(reduced), np.nan, rows.flat[rows.ends - 1])
     if how == "mean":
         reduced = reduced / rows.lengths
     return float(reduced[0]) if rows.form == "row" else reduced
 
 
-def _given(rewards: RowsLike) -> RowsLike:
+def _drop_none(rewards: RowsLike) -> RowsLike:
     """Drop the Nones of trajectories; a trajectory of only Nones is unscored."""
     if not isinstance(rewards, (list, tuple)):
         return rewards
     if any(isinstance(row, (list, tuple, np.ndarray)) for row in rewards):
-        return cast("list[Row]", [_given(row) for row in rewards])
+        return cast("list[Row]", [_drop_none(row) for row in rewards])
     if not any(reward is None for reward in rewards):
         return rewards
     return [reward for reward in rewards if reward is not None] or [float("nan")]
@@ -96,10 +95,8 @@ def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = N
     """
     if low is None and high is None:
         raise ConfigError("low", "is None, and high is None", "at least one bound")
-    low = None if low is None else _check.real("low", low)
-    high = None if high is None else _check.real("high", high)
-    if low is not None and high is not None and low > high:
-        raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
+    high = _check.optional(_check.real, "high", high)
+    low = _check.optional(_check.real, "low", low, high=high)
     rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(np.clip(rows.flat, low, high))
 
@@ -196,16 +193,22 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
 
     Source: none needed.
     """
-    keys, values = _table(table)
+    if not isinstance(table, Mapping) or not table:
+        raise ConfigError("table", f"got {_check.describe(table)}", "a mapping that is not empty")
+    pairs = [(_check.real("table key", key), _read_value(key, value)) for key, value in table.items()]
+    keys, values = np.array(sorted(pairs)).T
+    other = np.nan if default is None else _check.real("default", default)
     rows = Rows.parse("rewards", rewards, nan=True)
     index = np.minimum(np.searchsorted(keys, rows.flat), keys.size - 1)
-    known = keys[index] == rows.flat
-    missing = np.flatnonzero(~known & ~np.isnan(rows.flat))
-    if default is None and missing.size:
-        where, what = rows.name(int(missing[0])), f"is {rows.flat[missing[0]]}"
-        raise DataError(where, what, f"one of {keys.tolist()[:8]}", "set default= for other keys")
-    other = np.nan if default is None else _check.real("default", default)
-    return rows.restore(np.where(known, values[index], np.where(np.isnan(rows.flat), np.nan, other)))
+    known, unscored = keys[index] == rows.flat, np.isnan(rows.flat)
+    if default is None:
+        expected = f"one of {keys.tolist()[:8]}"
+        rows.require("rewards", rows.flat, known | unscored, expected, "set default= for other keys")
+    return rows.restore(np.where(known, values[index], np.where(unscored, np.nan, other)))
+
+
+def _read_value(key: float, value: object) -> float:
+    return value if isinstance(value, float) and np.isnan(value) else _check.real(f"table[{key!r}]", value)
 
 
 def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
@@ -231,19 +234,6 @@ def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
     check_settings(ddof=ddof, eps=eps)
     rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(whiten(rows.flat, ddof, eps))
-
-
-def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
-    if not isinstance(table, Mapping) or not table:
-        raise ConfigError("table", f"got {_check.describe(table)}", "a mapping that is not empty")
-    pairs = sorted((_check.real("table key", key), _value(key, value)) for key, value in table.items())
-    return np.array([key for key, _ in pairs]), np.array([value for _, value in pairs])
-
-
-def _value(key: float, value: object) -> float:
-    if isinstance(value, float) and np.isnan(value):
-        return value
-    return _check.real(f"table[{key!r}]", value)
 
 
 def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor: float = 1.0) -> Arrays:
@@ -331,7 +321,7 @@ def cosine_length(
     (-10, 0) and exceeded -10. Peers: the defaults are open-r1's, which has no ``exceeded``.
     """
     max_length = _check.integer("max_length", max_length, low=1)
-    ends = np.array([_ends("wrong", wrong), _ends("right", right)])  # [2, 2], by correct
+    ends = np.array([_read_ends("wrong", wrong), _read_ends("right", right)])  # [2, 2], by correct
     rows = Rows.read("correct", correct, boolean=True)
     n = rows.read_like("lengths", lengths)
     rows.require("lengths", n, (n >= 0) & (n <= LARGEST), "a number >= 0")
@@ -360,13 +350,13 @@ def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     >>> efficiency_bonus([1.0, 1.0, 0.0], [10, 30, 5])  # mean length of the best 20
     array([1.5, 1. , 0. ])
 
-    Source: none of its own; prime-rl's length penalty.
+    Source: prime-rl's length penalty.
     """
     rows = Rows.parse("rewards", rewards, nan=True)
     n = rows.read_counts("lengths", lengths)
     best = rows.repeat(rows.reduce(np.fmax, rows.flat))
     short = np.where((rows.flat == best) & (best > 0), n, np.nan)  # lengths of the best
-    average = rows.repeat(rows.sum(short) / np.maximum(count(rows, short), 1))
+    average = rows.repeat(rows.mean(short))
     saved = np.clip(1.0 - short / np.maximum(average, 1e-300), 0.0, 1.0)
     return rows.restore(rows.flat * (1.0 + np.where(average > 0, fill_missing(saved), 0.0)))
 
@@ -397,7 +387,7 @@ def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) 
     return rows.restore(np.where(cut, worth, rows.flat))
 
 
-def _ends(where: str, value: object) -> tuple[float, float]:
+def _read_ends(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ConfigError(where, f"got {_check.describe(value)}", "two numbers, at length 0 and at the limit")
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
@@ -434,8 +424,8 @@ def repetition_penalty(
     """
     ngram = _check.integer("ngram", ngram, low=1)
     factor = _check.real("factor", factor, low=0.0)
-    rows = _each("tokens", tokens, "one sequence of token ids per answer")
-    return np.array([0.0 - factor * _repeated(row, ngram) for row in rows])
+    rows = _read_list("tokens", tokens, "one sequence of token ids per answer")
+    return np.array([0.0 - factor * _measure_repetition(row, ngram) for row in rows])
 
 
 def think_format(
@@ -461,14 +451,14 @@ def think_format(
     >>> think_format(["2 + 2 is 4</think>4"], opened=True)
     array([1.])
 
-    Source: none of its own; TRL's think_format_reward.
+    Source: TRL's think_format_reward.
     """
     opened = _check.flag("opened", opened)
     if len(tags) != 2 or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError("tags", f"got {_check.describe(tags)}", "two texts, the start and the end of a block")
     begin, end = tags
     scores = []
-    for i, text in enumerate(_each("texts", texts, "one text per answer")):
+    for i, text in enumerate(_read_list("texts", texts, "one text per answer")):
         if not isinstance(text, str):
             raise DataError(f"texts[{i}]", f"is {_check.describe(text)}", "a text")
         begins = opened or text.startswith(begin)
@@ -476,7 +466,7 @@ def think_format(
     return np.array(scores)
 
 
-def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
+def _read_list(where: str, value: Sequence[T], expected: str) -> list[T]:
     _check.entries(where, value, why=expected)
     rows = list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
@@ -484,11 +474,7 @@ def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
     return rows
 
 
-def _repeated(row: Sequence[Hashable] | np.ndarray, ngram: int) -> float:
+def _measure_repetition(row: Sequence[Hashable] | np.ndarray, ngram: int) -> float:
     items = row.tolist() if isinstance(row, np.ndarray) else list(row)
     grams = list(zip(*(islice(items, i, None) for i in range(ngram)), strict=False))
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from

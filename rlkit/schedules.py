@@ -7,12 +7,11 @@ state to save. Schedules are multiplied and added like the numbers they return.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 
-__all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "piecewise", "warmup", "wsd"]
+__all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "warmup", "wsd"]
 
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
@@ -48,7 +47,7 @@ def linear(step: int, *, start: float, end: float, steps: int) -> float:
     >>> [linear(step, start=1.0, end=0.0, steps=4) for step in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    part = _part(step, steps)
+    part = _compute_progress(step, steps)
     return _check.real("start", start) * (1.0 - part) + _check.real("end", end) * part
 
 
@@ -70,7 +69,7 @@ def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
 
     Source: SGDR, arXiv:1608.03983, equation 5, without restarts.
     """
-    part = _part(step, steps)
+    part = _compute_progress(step, steps)
     start, end = _check.real("start", start), _check.real("end", end)
     return end if part == 1.0 else end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * part))
 
@@ -113,11 +112,9 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     step = _check.integer("step", step, low=0)
     peak, end = _check.real("peak", peak), _check.real("end", end)
     steps = _check.integer("steps", steps, low=1)
-    warmup_steps = _check.integer("warmup_steps", warmup_steps, low=0)
-    decay_steps = _check.integer("decay_steps", decay_steps, low=0)
-    if warmup_steps + decay_steps > steps:
-        what = f"is {decay_steps}, and warmup_steps is {warmup_steps}"
-        raise ConfigError("decay_steps", what, f"together at most steps={steps}")
+    warmup_steps = _check.integer("warmup_steps", warmup_steps, low=0, high=steps)
+    why = f"warmup_steps={warmup_steps} and decay_steps share steps={steps}"
+    decay_steps = _check.integer("decay_steps", decay_steps, low=0, high=steps - warmup_steps, why=why)
     if step >= steps:
         return end
     if step < warmup_steps:
@@ -125,30 +122,6 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     if step < steps - decay_steps:
         return peak
     return linear(step - (steps - decay_steps), start=peak, end=end, steps=decay_steps)
-
-
-def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) -> float:
-    """Return constant pieces: values[i] before boundaries[i], the last value after all of them.
-
-    Args:
-        step: >= 0.
-        boundaries: rising steps.
-        values: one more than boundaries; finite.
-
-    Raises:
-        ConfigError: boundaries do not rise, values are not one more, or either is not a list of numbers.
-
-    >>> [piecewise(step, boundaries=[2, 5], values=[1.0, 0.5, 0.1]) for step in (1, 2, 4, 5)]
-    [1.0, 0.5, 0.5, 0.1]
-    """
-    step = _check.integer("step", step, low=0)
-    edges = [_check.integer(f"boundaries[{i}]", edge, low=0) for i, edge in enumerate(_items("boundaries", boundaries))]
-    levels = [_check.real(f"values[{i}]", value) for i, value in enumerate(_items("values", values))]
-    if sorted(set(edges)) != edges:
-        raise ConfigError("boundaries", f"got {edges}", "increasing steps")
-    if len(levels) != len(edges) + 1:
-        raise ConfigError("values", f"has length {len(levels)}", f"{len(edges) + 1}")
-    return levels[sum(step >= edge for edge in edges)]
 
 
 def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
@@ -209,14 +182,6 @@ def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
 
 
-def _items(where: str, value: object) -> Sequence[object]:
-    """Return ``value`` as a sequence of numbers, not checked yet."""
-    items = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
-        raise ConfigError(where, f"got {_check.describe(value)}", "a list of numbers")
-    return items
-
-
-def _part(step: int, steps: int) -> float:
+def _compute_progress(step: int, steps: int) -> float:
     """Return the share of ``steps`` that has passed, in [0, 1]."""
     return min(_check.integer("step", step, low=0) / _check.integer("steps", steps, low=1), 1.0)

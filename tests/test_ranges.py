@@ -70,7 +70,6 @@ RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]
             (schedules.linear, {"start": 1.0, "end": 0.0, "steps": 3}),
             (schedules.cosine, {"start": 1.0, "steps": 3}),
             (schedules.warmup, {"steps": 3}),
-            (schedules.piecewise, {"boundaries": [2], "values": [1.0, 0.5]}),
             (schedules.wsd, {"peak": 1.0, "steps": 9, "decay_steps": 3}),
             (schedules.chord_schedule, {"warmup_steps": 2, "decay_steps": 3}),
         )

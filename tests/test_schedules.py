@@ -6,7 +6,6 @@ import inspect
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,13 +64,6 @@ def test_wsd(step: int, up: int, flat: int, down: int) -> None:
         assert found == pytest.approx(2.0 - 1.5 * (step - up - flat) / down)
 
 
-def test_piecewise() -> None:
-    """Each piece begins at its boundary."""
-    found = [schedules.piecewise(s, boundaries=[1, 3], values=[3.0, 2.0, 1.0]) for s in range(5)]
-    assert found == [3.0, 2.0, 2.0, 1.0, 1.0]
-    assert schedules.piecewise(5, boundaries=[], values=[4.0]) == 4.0
-
-
 def test_chord_without_phases() -> None:
     """Without warm-up it starts at the peak, without decay it is at the valley."""
     assert schedules.chord_schedule(0, warmup_steps=0, decay_steps=10, peak=0.5) == pytest.approx(0.5)
@@ -89,12 +81,6 @@ def test_lr_for() -> None:
     assert full * 10 == pytest.approx(schedules.lr_for("qwen", hidden_size=4096))
 
 
-def test_piecewise_of_arrays() -> None:
-    """Boundaries and values may be arrays, tuples and ranges."""
-    assert schedules.piecewise(5, boundaries=np.array([2, 5]), values=np.array([1.0, 0.5, 0.1])) == 0.1
-    assert schedules.piecewise(1, boundaries=range(1, 3), values=(1, 2, 3)) == 2.0
-
-
 @for_each(
     ("name", "arguments", "settings", "message"),
     [
@@ -108,17 +94,6 @@ def test_piecewise_of_arrays() -> None:
         ("warmup", (0,), {"steps": -1}, "steps"),
         ("wsd", (0,), {"peak": 1.0, "steps": 5, "warmup_steps": 3, "decay_steps": 3}, "decay_steps"),
         ("wsd", (0,), {"peak": 1.0, "steps": 0, "decay_steps": 0}, "steps"),
-        ("piecewise", (0,), {"boundaries": [3, 3], "values": [1.0, 2.0, 3.0]}, "boundaries"),
-        ("piecewise", (0,), {"boundaries": [3], "values": [1.0]}, "values"),
-        ("piecewise", (0,), {"boundaries": [3], "values": [1.0, None]}, r"values\[1\]"),
-        ("piecewise", (0,), {"boundaries": None, "values": [1.0]}, "boundaries: got None"),
-        ("piecewise", (0,), {"boundaries": 3, "values": [1.0]}, "boundaries: got 3"),
-        ("piecewise", (0,), {"boundaries": "12", "values": [1.0]}, "boundaries: got '12'"),
-        ("piecewise", (0,), {"boundaries": {3: 1}, "values": [1.0]}, "boundaries: got {3: 1}"),
-        ("piecewise", (0,), {"boundaries": np.array(3), "values": [1.0]}, "boundaries: got"),
-        ("piecewise", (0,), {"boundaries": np.array([[3]]), "values": [1.0]}, r"boundaries\[0\]"),
-        ("piecewise", (0,), {"boundaries": [3], "values": None}, "values: got None"),
-        ("piecewise", (0,), {"boundaries": [-3], "values": [1.0, 1.0]}, r"boundaries\[0\]"),
         ("chord_schedule", (0,), {"warmup_steps": 1, "decay_steps": 1, "peak": 1.1}, "peak"),
         ("chord_schedule", (0,), {"warmup_steps": -1, "decay_steps": 1}, "warmup_steps"),
         ("lr_for", ("gpt-oss",), {"hidden_size": 64}, "model"),

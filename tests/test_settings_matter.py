@@ -342,11 +342,6 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"model": "Qwen/Qwen3-8B", "hidden_size": 4096},
         {"hidden_size": 2048, "lora": False},
     ),
-    "schedules.piecewise": (
-        schedules.piecewise,
-        {"step": 5, "boundaries": [3, 8], "values": [1.0, 0.5, 0.1]},
-        {"boundaries": [6, 8], "values": [1.0, 0.4, 0.1]},
-    ),
     "schedules.warmup": (schedules.warmup, {"step": 2, "steps": 9}, {"steps": 5}),
     "schedules.wsd": (
         lambda **s: [schedules.wsd(step, **s) for step in (1, 5, 9)],

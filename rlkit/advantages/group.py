@@ -7,8 +7,8 @@ sample to its tokens.
 
 Every estimator below takes three steps:
 
-1. Check the settings and read the rewards. ``rows.flat`` [N] then holds all samples, group after group, NaN where a
-   sample could not be scored.
+1. ``read_rewards`` checks the shared settings and reads the rewards. ``rows.flat`` [N] then holds all samples, group
+   after group, NaN where a sample could not be scored.
 2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. The
    statistics of ``_rows`` skip NaN, and give exactly 0 for a group of equal rewards: a mean that rounds would train the
    policy on noise, which dividing by a deviation near 0 makes large.
@@ -34,14 +34,10 @@ from rlkit._rows import (
     Labels,
     Rows,
     RowsLike,
-    centre,
     check_settings,
-    count,
-    deviation,
     fill_missing,
     is_one,
     read_labels,
-    standardize,
     warn_alone,
     whiten,
 )
@@ -52,6 +48,12 @@ registry = Registry("estimator", entry_point_group="rlkit.advantages")
 register = registry.register
 
 
+def read_rewards(rewards: RowsLike, **settings: Any) -> Rows:
+    """Check the settings that estimators share, and read the rewards of groups."""
+    check_settings(**settings)
+    return Rows.parse("rewards", rewards, nan=True)
+
+
 def finish(rows: Rows, advantages: np.ndarray, singleton: str = "zero") -> Arrays:
     """Return advantages [N] in the form of the rewards, 0 where NaN, with the rule for groups of one applied."""
     return rows.restore(apply_singleton(rows, advantages, singleton))
@@ -59,7 +61,7 @@ def finish(rows: Rows, advantages: np.ndarray, singleton: str = "zero") -> Array
 
 def apply_singleton(rows: Rows, advantages: np.ndarray, singleton: str) -> np.ndarray:
     """Return advantages [N] with the rule for groups of one applied; what is NaN, since it does not count, is 0."""
-    alone = count(rows, rows.flat) == 1
+    alone = rows.count(rows.flat) == 1
     if alone.any():
         if singleton == "zero":
             warn_alone(rows)
@@ -106,16 +108,18 @@ def grpo(
     makes all of them return non-zero advantages for some constant groups.
     """
     _check.choice("scale", scale, ("group", "batch", "none"))
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
-    advantages = centre(rows, rows.flat)
-    if scale == "group":
-        advantages = standardize(rows, advantages, ddof, eps)
-    elif scale == "batch":
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
+    advantages = rows.standardize(rows.flat, ddof, eps) if scale == "group" else rows.centre(rows.flat)
+    if scale == "batch":
         batch = Rows("rewards", rows.flat, np.array([rows.flat.size]), "row")
-        of_batch = deviation(batch, centre(batch, rows.flat), ddof).item()
-        advantages = advantages / (of_batch + eps if of_batch > 0 else 1.0)
+        advantages = advantages / _compute_divisor(batch, ddof, eps)
     return finish(rows, advantages, singleton)
+
+
+def _compute_divisor(rows: Rows, ddof: int, eps: float) -> np.ndarray:
+    """Return the deviation + eps of each row [B], 1 where all are equal: their advantages are 0 as they are."""
+    deviations = rows.deviation(rows.flat, ddof)
+    return np.where(deviations > 0, deviations + eps, 1.0)
 
 
 @register("dr_grpo")
@@ -158,10 +162,9 @@ def rloo(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     Source: arXiv:2402.14740. Peers: for a group of one verl's loop and Trinity return the reward, verl's vectorised
     form and SkyRL return 0.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
-    n = count(rows, rows.flat)
-    return finish(rows, centre(rows, rows.flat) * rows.repeat(n / np.maximum(n - 1, 1)), singleton)
+    rows = read_rewards(rewards, singleton=singleton)
+    n = rows.count(rows.flat)
+    return finish(rows, rows.centre(rows.flat) * rows.repeat(n / np.maximum(n - 1, 1)), singleton)
 
 
 @register("loo_std")
@@ -187,24 +190,28 @@ def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") ->
     Source: arXiv:2402.14740 for the baseline. Peers: NeMo divides like this too; since the divisor depends on the
     sample, the gradient is biased.
     """
-    check_settings(eps=eps, singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, eps=eps, singleton=singleton)
     return finish(rows, _by_size(rows, lambda x: _compare_with_others(x, eps)), singleton)
 
 
 def _by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Apply ``function`` to the scored rewards [b, n] of all groups of each size n; [N], 0 where unscored."""
+    """Apply ``function`` to the scored rewards [b, n], in rising order, of the groups of each size n.
+
+    Returns:
+        What it returns for each reward [N], 0 where unscored.
+    """
     result = np.zeros(rows.flat.size)
-    sizes, places = count(rows, rows.flat), np.flatnonzero(~np.isnan(rows.flat))
+    sizes, places = rows.count(rows.flat), np.flatnonzero(~np.isnan(rows.flat))
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes).tolist():
         index = places[starts[sizes == size][:, None] + np.arange(size)]
+        index = np.take_along_axis(index, np.argsort(rows.flat[index], axis=1), axis=1)
         result[index] = function(rows.flat[index])
     return result
 
 
 def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
-    """Compute ``loo_std`` for groups [b, n] of one size.
+    """Compute ``loo_std`` for rising groups [b, n] of one size.
 
     The others of a reward are those below and those above it, whose squares are summed apart: subtracting one square
     from the sum of all would leave the rounding error of the largest.
@@ -212,11 +219,9 @@ def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
     n = x.shape[1]
     if n < 3:
         return np.asarray(x - x[:, ::-1])
-    order = np.argsort(x, axis=1)
-    ranked = np.take_along_axis(x, order, axis=1)
-    span = ranked[:, -1:] - ranked[:, :1]
+    span = x[:, -1:] - x[:, :1]
     unit = np.where(span > 0, span, 1.0)
-    up, down = (ranked - ranked[:, :1]) / unit, (ranked[:, -1:] - ranked) / unit
+    up, down = (x - x[:, :1]) / unit, (x[:, -1:] - x) / unit
     below, above = np.arange(n), np.arange(n)[::-1]  # how many there are on either side
     sum_below, squares_below = _sum_before(up), _sum_before(up * up)
     sum_above, squares_above = _sum_before(down[:, ::-1])[:, ::-1], _sum_before((down * down)[:, ::-1])[:, ::-1]
@@ -224,15 +229,12 @@ def _compare_with_others(x: np.ndarray, eps: float) -> np.ndarray:
     mean = (below * mean_below + above * mean_above) / (n - 1)
     squares = squares_below - sum_below * mean_below + squares_above - sum_above * sum_above / np.maximum(above, 1)
     squares += (mean_above - mean_below) ** 2 * below * above / (n - 1)
-    lowest = np.where(below > 0, ranked[:, :1], ranked[:, 1:2])
-    highest = np.where(above > 0, ranked[:, -1:], ranked[:, -2:-1])
+    lowest = np.where(below > 0, x[:, :1], x[:, 1:2])
+    highest = np.where(above > 0, x[:, -1:], x[:, -2:-1])
     centred = up - mean
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         divisor = np.sqrt(squares / (n - 2)) + eps / unit
-        result = np.where((lowest == highest) | (divisor == 0), centred * unit, centred / divisor)
-    advantages = np.empty_like(x)
-    np.put_along_axis(advantages, order, result, axis=1)
-    return advantages
+        return np.asarray(np.where((lowest == highest) | (divisor == 0), centred * unit, centred / divisor))
 
 
 def _sum_before(x: np.ndarray) -> np.ndarray:
@@ -264,8 +266,7 @@ def reinforce(rewards: RowsLike, *, normalize: bool = False, ddof: int = 1, eps:
     Source: Williams (1992). Peers: NeMo's raw-reward estimator and ROLL normalise on demand.
     """
     normalize = _check.flag("normalize", normalize)
-    check_settings(ddof=ddof, eps=eps)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps)
     advantages = whiten(rows.flat, ddof, eps) if normalize else rows.flat
     return rows.restore(fill_missing(advantages))
 
@@ -290,9 +291,8 @@ def opo(rewards: RowsLike, *, lengths: RowsLike, singleton: str = "zero") -> Arr
 
     Source: arXiv:2505.23585. Peers: verl gives a group of one its raw reward.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
-    return finish(rows, centre(rows, rows.flat, times=rows.read_counts("lengths", lengths)), singleton)
+    rows = read_rewards(rewards, singleton=singleton)
+    return finish(rows, rows.centre(rows.flat, times=rows.read_counts("lengths", lengths)), singleton)
 
 
 @register("gpg")
@@ -321,9 +321,8 @@ def gpg(rewards: RowsLike, *, count: str = "rewards", f_norm: float = 1.0, singl
     """
     _check.choice("count", count, ("rewards", "groups"))
     f_norm = _check.real("f_norm", f_norm, above=0.0)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
-    centred = centre(rows, rows.flat)
+    rows = read_rewards(rewards, singleton=singleton)
+    centred = rows.centre(rows.flat)
     scored, signal = ~np.isnan(rows.flat), np.abs(rows.flat) > 0
     if count == "groups":
         scored, signal = (rows.reduce(np.logical_or, each) for each in (scored, np.abs(centred) > 0))
@@ -356,14 +355,12 @@ def opmd(rewards: RowsLike, *, baseline: str = "mean", tau: float = 1.0, singlet
     """
     _check.choice("baseline", baseline, ("mean", "logavgexp"))
     tau = _check.real("tau", tau, above=0.0)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     if baseline == "mean":
-        return finish(rows, centre(rows, rows.flat), singleton)
+        return finish(rows, rows.centre(rows.flat), singleton)
     below = rows.flat - rows.repeat(rows.reduce(np.fmax, rows.flat))  # of the group's best, so that exp cannot overflow
     with np.errstate(over="ignore", divide="ignore"):  # log(0) where nothing is scored
-        averages = rows.sum(np.exp(below / tau)) / np.maximum(count(rows, below), 1)
-        return finish(rows, below - rows.repeat(tau * np.log(averages)), singleton)
+        return finish(rows, below - rows.repeat(tau * np.log(rows.mean(np.exp(below / tau)))), singleton)
 
 
 @register("asymre")
@@ -390,9 +387,8 @@ def asymre(rewards: RowsLike, *, shift: float = -0.1, singleton: str = "zero") -
     Source: arXiv:2506.20520. Peers: Trinity's AsymRE, with the same default.
     """
     shift = _check.real("shift", shift, low=-LARGEST, high=LARGEST)
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
-    return finish(rows, centre(rows, rows.flat) - shift, singleton)
+    rows = read_rewards(rewards, singleton=singleton)
+    return finish(rows, rows.centre(rows.flat) - shift, singleton)
 
 
 @register("maxrl")
@@ -415,13 +411,12 @@ def maxrl(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     Source: arXiv:2602.02710. Peers: prime-rl has the same rule for means <= 0; SkyRL adds 1e-6 to the mean, which
     explodes for means near -1e-6.
     """
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     largest = rows.reduce(np.fmax, np.abs(rows.flat))
     x = rows.flat / rows.repeat(np.where(largest > 0, largest, 1.0))  # in units in which nothing overflows or vanishes
-    mean = rows.repeat(rows.sum(x) / np.maximum(count(rows, x), 1))
+    mean = rows.repeat(rows.mean(x))
     good = mean > 1e-12
-    return finish(rows, np.where(good, centre(rows, x) / np.where(good, mean, 1.0), 0.0), singleton)
+    return finish(rows, np.where(good, rows.centre(x) / np.where(good, mean, 1.0), 0.0), singleton)
 
 
 @register("rec")
@@ -460,22 +455,19 @@ def rec(
     Source: arXiv:2509.24203. Peers: Trinity's REC fails for a group of one.
     """
     normalize = _check.flag("normalize", normalize)
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
     _check.optional(_check.choice, "drop", drop, ("balance",))
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
         raise ConfigError("rng", f"got {_check.describe(rng)}", 'a numpy Generator with drop="balance" only')
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     kept = rows.flat if rng is None else _drop_surplus(rows, rng)
-    advantages = centre(rows, kept)
-    if normalize:
-        advantages = standardize(rows, advantages, ddof, eps)
+    advantages = rows.standardize(kept, ddof, eps) if normalize else rows.centre(kept)
     return finish(rows, advantages, singleton)
 
 
 def _drop_surplus(rows: Rows, rng: np.random.Generator) -> np.ndarray:
     """Return rewards [N] with NaN for a random choice of those by which more lie below the mean than not."""
-    below = centre(rows, rows.flat) < 0
-    surplus = 2 * rows.sum(below.astype(np.int64)) - count(rows, rows.flat)
+    below = rows.centre(rows.flat) < 0
+    surplus = 2 * rows.sum(below.astype(np.int64)) - rows.count(rows.flat)
     row = rows.repeat(np.arange(rows.lengths.size))
     order = np.lexsort((rng.random(below.size), ~below, row))  # by group, those below the mean first, then by chance
     rank = np.empty(below.size, np.int64)
@@ -522,15 +514,15 @@ def gdpo(
     first = parts[0]
     for part in parts:
         first.read_like(part.where, part.restore(part.flat))
-    factors = [1.0] * len(parts)
+    factors = np.ones(len(parts))
     if weights is not None:
-        factors = Rows.vector("weights", weights, len(parts), why="one per component").flat.tolist()
+        factors = Rows.vector("weights", weights, len(parts), why="one per component").flat
     summed, size, varied = np.zeros(first.flat.size), 0.0, np.zeros(first.lengths.size, bool)
     for part, factor in zip(parts, factors, strict=True):
-        centred = centre(part, part.flat)
-        weighted = factor * apply_singleton(part, standardize(part, centred, ddof, eps), singleton)
+        advantages = part.standardize(part.flat, ddof, eps)
+        weighted = factor * apply_singleton(part, advantages, singleton)
         summed, size = summed + weighted, size + np.abs(weighted).max()
-        varied |= part.reduce(np.fmax, np.abs(centred)) > 0
+        varied |= part.reduce(np.fmax, np.abs(advantages)) > 0
     summed[np.abs(summed) <= 1e-14 * size] = 0.0  # components that cancel leave rounding errors, not advantages
     unscored = np.logical_and.reduce([np.isnan(part.flat) for part in parts])
     advantages = whiten(np.where(unscored, np.nan, summed), ddof, eps)
@@ -581,20 +573,17 @@ def pass_at_k(
     """
     _check.choice("method", method, ("max_second", "analytic"))
     _check.choice("scale", scale, ("group", "none"))
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
     if (k is None) == (method == "analytic"):
         raise ConfigError("k", f"got {_check.describe(k)}", 'an integer with method="analytic" only')
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     if k is not None:
         size = _check_k(rows, k)
         good = np.isnan(rows.flat) | np.isin(rows.flat, (0.0, 1.0))
-        rows.require("", rows.flat, good, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
+        rows.require("rewards", rows.flat, good, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
         return finish(rows, _by_size(rows, lambda x: _compare_subsets(x, size)), singleton)
     lead = _by_size(rows, _best_minus_second)
     if scale == "group":
-        divisor = deviation(rows, centre(rows, rows.flat), ddof)
-        divisor = np.where(divisor > 0, divisor + eps, 1.0)  # of a constant group, whose lead is 0
-        lead = lead / rows.repeat(divisor)
+        lead = lead / rows.repeat(_compute_divisor(rows, ddof, eps))
     return finish(rows, lead, singleton)
 
 
@@ -627,8 +616,7 @@ def pkpo(rewards: RowsLike, *, k: int, baseline: str = "loo_minus_one", singleto
     Source: arXiv:2505.15201, sections 3 and 4. Peers: none of the usual libraries has it.
     """
     _check.choice("baseline", baseline, ("loo_minus_one", "none"))
-    check_settings(singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, singleton=singleton)
     k = _check_k(rows, k, 1 if baseline == "none" else 2)
     return finish(rows, _by_size(rows, lambda x: _share_best(x, k, relative=baseline != "none")), singleton)
 
@@ -642,11 +630,10 @@ def _check_k(rows: Rows, k: int, low: int = 1) -> int:
 
 
 def _best_minus_second(x: np.ndarray) -> np.ndarray:
-    """Compute "max_second" for groups [b, n] of one size."""
+    """Compute "max_second" for rising groups [b, n] of one size."""
     result = np.zeros_like(x)
     if x.shape[1] > 1:
-        top = np.partition(x, -2, axis=1)
-        np.put_along_axis(result, x.argmax(axis=1)[:, None], top[:, -1:] - top[:, -2:-1], axis=1)
+        result[:, -1] = x[:, -1] - x[:, -2]
     return result
 
 
@@ -670,25 +657,20 @@ def _compare_right_and_wrong(n: int, wrong: int, k: int) -> tuple[float, float]:
 
 
 def _share_best(x: np.ndarray, k: int, *, relative: bool) -> np.ndarray:
-    """Compute ``pkpo`` for groups [b, n] of one size, whose ranks i count from 0, the lowest."""
-    n, result = x.shape[1], np.zeros_like(x)
+    """Compute ``pkpo`` for rising groups [b, n] of one size, whose ranks i count from 0, the lowest."""
+    n = x.shape[1]
     if n < k:
-        return result
-    order = np.argsort(x, axis=1)
-    ranked = np.take_along_axis(x, order, axis=1)
+        return np.zeros_like(x)
     with_both = np.array([math.comb(i, k - 2) / math.comb(n, k) if k > 1 else 0.0 for i in range(n)])
     if relative:
         # The sum over lower ranks j of (x_i - x_j) C(j, k - 2) / C(n, k): only subsets whose best the sample is count,
         # and without it their best is the next rank. As a sum of steps up, so that nothing is subtracted.
-        steps = np.diff(ranked, axis=1, prepend=ranked[:, :1])  # the first is 0, and its weight does not matter
-        share = np.cumsum(steps * np.roll(np.cumsum(with_both), 1), axis=1)
-    else:
-        # It is the best of C(i, k - 1) subsets, and in C(j - 1, k - 2) of those whose best has the higher rank j.
-        best = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
-        from_here = np.cumsum((ranked * np.roll(with_both, 1))[:, ::-1], axis=1)[:, ::-1]
-        share = ranked * best + np.pad(from_here[:, 1:], ((0, 0), (0, 1)))
-    np.put_along_axis(result, order, share, axis=1)
-    return result
+        steps = np.diff(x, axis=1, prepend=x[:, :1])  # the first is 0, and its weight does not matter
+        return np.cumsum(steps * np.roll(np.cumsum(with_both), 1), axis=1)
+    # It is the best of C(i, k - 1) subsets, and in C(j - 1, k - 2) of those whose best has the higher rank j.
+    best = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    from_here = np.cumsum((x * np.roll(with_both, 1))[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray(x * best + np.pad(from_here[:, 1:], ((0, 0), (0, 1))))
 
 
 @register("step_wise_grpo")
@@ -793,12 +775,8 @@ def by_group(
     if "lengths" in settings:
         lengths = Rows.vector("lengths", cast("RowsLike", settings["lengths"]), x.size, why="one per reward").flat
         settings["lengths"] = rows.restore(lengths[order])
-    advantages = Rows.read(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
-    if not np.array_equal(advantages.lengths, rows.lengths):
-        found, expected = (f"{each.lengths.tolist()[:8]}" for each in (advantages, rows))
-        raise DataError(f"{estimator!r}", f"returned rows of lengths {found}", expected, "one advantage per reward")
     result = np.empty(x.size)
-    result[order] = advantages.flat
+    result[order] = rows.read_like(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
     return result
 
 

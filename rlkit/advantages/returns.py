@@ -6,8 +6,7 @@ results are 0: what is masked can neither leak into the others nor change a bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import numpy as np
@@ -18,16 +17,14 @@ from rlkit._rows import (
     Places,
     Rows,
     RowsLike,
-    centre,
     check_settings,
     fill_missing,
     is_one,
     list_labels,
     read_labels,
-    standardize,
     whiten,
 )
-from rlkit.advantages.group import apply_singleton, register
+from rlkit.advantages.group import apply_singleton, read_rewards, register
 from rlkit.errors import ConfigError, DataError
 
 _CHUNK = 1 << 16  # steps computed together: few enough to stay in the cache
@@ -67,8 +64,7 @@ class Steps:
 
     def read_each(self, where: str, value: RowsLike | float) -> np.ndarray:
         """Read a number, or one for each trajectory [b]."""
-        each: np.ndarray = self.rows.read_each(where, value)[self.filled]
-        return each
+        return np.asarray(self.rows.read_each(where, value)[self.filled])
 
     def read_lambda(self, lam: RowsLike | float) -> np.ndarray:
         """Read lambda: a number, or one for each trajectory, as a number [] or one for each step [n]."""
@@ -78,14 +74,13 @@ class Steps:
 
     def next(self, values: np.ndarray, end: float | np.ndarray) -> np.ndarray:
         """Return values[t + 1], and ``end`` [b] after the last step of a trajectory."""
-        following = np.empty_like(values)
-        following[:-1] = values[1:]
+        following = np.roll(values, -1)
         following[self.last] = end
         return following
 
     def accumulate(self, x: np.ndarray, factor: float | np.ndarray, end: float | np.ndarray = 0.0) -> np.ndarray:
         """Return y[t] = x[t] + factor[t] y[t + 1], with y = ``end`` [b] after the last step; overwrites x."""
-        factors = np.array(np.broadcast_to(factor, x.shape))
+        factors = np.full(x.shape, factor, np.float64)
         x[self.last] += factors[self.last] * end
         factors[self.last] = 0.0
         return reverse_scan(x, factors)
@@ -102,8 +97,8 @@ class Steps:
 def reverse_scan(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Compute y[t] = x[t] + factors[t] y[t + 1]; the factor is 0 where a trajectory ends; overwrites both.
 
-    By doubling: after each pass y[t] covers twice as many steps, and the factor those between. That takes about
-    log2(longest) passes, only sums and products, and a trajectory gets the same bits whatever stands beside it.
+    By doubling: after each pass y[t] covers twice as many steps, and the factor those between. The scan takes
+    log2(longest) passes of sums and products. A trajectory gets the same bits alone and in a batch.
 
     >>> reverse_scan(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.5, 0.0]))
     array([0.25, 0.5 , 1.  ])
@@ -117,10 +112,6 @@ def reverse_scan(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
             factor[:-step] *= factor[step:]
             step *= 2
     return x
-
-
-def _check_gamma(gamma: float) -> float:
-    return _check.real("gamma", gamma, low=0.0, high=1.0)
 
 
 @register("discounted_returns")
@@ -153,7 +144,7 @@ def discounted_returns(
     Source: Sutton and Barto, 2nd edition, equation 3.9. Peers: with masks verl carries the return across, as here;
     SkyRL starts again at a masked token, Trinity ignores the mask.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask)
     return steps.restore(steps.accumulate(steps.rewards, gamma, steps.read_each("bootstrap_value", bootstrap_value)))
 
@@ -215,7 +206,7 @@ def potential_shaping(
 
     Source: Ng, Harada and Russell (1999), theorem 1. Peers: none of the usual libraries has it.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask)
     phi = steps.read("potentials", potentials)
     return steps.restore(steps.rewards + gamma * steps.next(phi, 0.0) - phi)
@@ -258,7 +249,7 @@ def gae(
     Source: arXiv:1506.02438, equation 16. Peers: verl, NeMo and AReaL pass over masked steps as here; OpenRLHF
     zeroes their values, SkyRL, Trinity and slime ignore the mask; most whiten right away.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask)
     v, end = steps.read("values", values), steps.read_each("bootstrap_value", bootstrap_value)
     errors = steps.rewards + gamma * steps.next(v, end) - v
@@ -325,7 +316,7 @@ def lambda_returns(
 
     Source: Sutton and Barto, 2nd edition, equation 12.20. Peers: rlax's lambda_returns takes values[t + 1] as v_t.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask)
     mix, end = steps.read_lambda(lam), steps.read_each("bootstrap_value", bootstrap_value)
     x = steps.rewards + gamma * (1.0 - mix) * steps.next(steps.read("values", values), end)
@@ -359,7 +350,7 @@ def n_step_returns(
 
     Source: Sutton and Barto, 2nd edition, equation 7.1. Peers: rlax's n_step_bootstrapped_returns.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     n = _check.integer("n", n, low=1)
     steps = Steps.parse(rewards, mask)
     v, end = steps.read("values", values), steps.read_each("bootstrap_value", bootstrap_value)
@@ -422,7 +413,7 @@ def vtrace(
     Source: IMPALA, arXiv:1802.01561, equation 1. Peers: rlax's vtrace_td_error_and_advantage; torchrl has no lam in
     the advantages.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     clip_rho = _check.real("clip_rho", clip_rho, above=0.0)
     clip_pg_rho = _check.real("clip_pg_rho", clip_pg_rho, above=0.0)
     steps = Steps.parse(rewards, mask)
@@ -472,7 +463,7 @@ def reinforce_pp(
     Source: arXiv:2501.03262. Peers: verl carries the return across masked tokens as here, SkyRL starts again there,
     Trinity ignores the mask; OpenRLHF and NeMo use the biased deviation.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     kl_coef = _check.real("kl_coef", kl_coef, low=0.0)
     check_settings(ddof=ddof, eps=eps)
     if kl is None and kl_coef != 0:
@@ -509,11 +500,10 @@ def reinforce_pp_baseline(
 
     Source: arXiv:2501.03262. Peers: verl and OpenRLHF weigh by tokens as here, rllm whitens over sequences.
     """
-    check_settings(ddof=ddof, eps=eps, singleton=singleton)
-    rows = Rows.parse("rewards", rewards, nan=True)
+    rows = read_rewards(rewards, ddof=ddof, eps=eps, singleton=singleton)
     unscored = np.isnan(rows.flat)
     times = np.where(unscored, 0.0, rows.read_counts("lengths", lengths))
-    centred = apply_singleton(rows, centre(rows, rows.flat), singleton)
+    centred = apply_singleton(rows, rows.centre(rows.flat), singleton)
     return rows.restore(fill_missing(whiten(np.where(unscored, np.nan, centred), ddof, eps, times)))
 
 
@@ -539,7 +529,7 @@ def remax(rewards: RowsLike, *, baseline: RowsLike | float, gamma: float = 1.0, 
 
     Source: arXiv:2310.10505. Peers: verl, Trinity.
     """
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask)
     baselines = np.repeat(steps.read_each("baseline", baseline), steps.lengths)
     return steps.restore(steps.accumulate(steps.rewards, gamma) - baselines)
@@ -582,15 +572,14 @@ def gigpo(
     Source: arXiv:2505.10978. Peers: Trinity, ROLL; Trinity's default is scale="none".
     """
     omega = _check.real("omega", omega, low=0.0)
-    gamma = _check_gamma(gamma)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     _check.choice("scale", scale, ("group", "none"))
     check_settings(ddof=ddof, eps=eps)
     steps = Steps.parse(rewards)
     codes = _read_states(steps.rows, states)
 
     def compare(rows: Rows) -> np.ndarray:
-        centred = centre(rows, rows.flat)
-        return standardize(rows, centred, ddof, eps) if scale == "group" else centred
+        return rows.standardize(rows.flat, ddof, eps) if scale == "group" else rows.centre(rows.flat)
 
     totals = steps.rows.sum(steps.rewards)
     order = np.argsort(codes, kind="stable")
@@ -601,11 +590,8 @@ def gigpo(
 
 def _read_states(rows: Rows, states: object) -> np.ndarray:
     """Return the state before each step as a number [N]."""
-    if isinstance(states, (str, bytes)) or not hasattr(states, "__len__"):
-        raise DataError("states", f"got {_check.describe(states)}", "one hashable state per step")
-    episodes = list(cast("Iterable[Sequence[Any]]", [states] if rows.form == "row" else states))
-    if len(episodes) != rows.lengths.size:
-        raise DataError("states", f"has {len(episodes)} episodes", f"{rows.lengths.size}", f"shaped like {rows.where}")
+    episodes: Any = [states] if rows.form == "row" else states
+    _check.entries("states", episodes, rows.lengths.size, "one list of states per episode")
     for row, (episode, length) in enumerate(zip(episodes, rows.lengths.tolist(), strict=True)):
         read_labels(rows.name_row(row, "states"), episode, length, why="one state per step")
     return read_labels("states", [state for episode in episodes for state in list_labels(episode)], rows.flat.size)

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import LARGEST, Labels, Rows, RowsLike, centre, check_settings, fill_missing, list_labels, read_labels
+from rlkit._rows import LARGEST, Labels, Rows, RowsLike, check_settings, fill_missing, list_labels, read_labels
 from rlkit.advantages.group import register
 from rlkit.errors import ConfigError
 
@@ -45,7 +45,7 @@ class RunningBaseline:
         self.decay = _check.real("decay", self.decay, low=0.0, high=1.0)
         if not isinstance(self.baselines, Mapping):
             raise ConfigError("baselines", f"got {_check.describe(self.baselines)}", "a mapping of roles to numbers")
-        self.baselines = {role: _number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
+        self.baselines = {role: _read_number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
 
     def update(self, rewards: RowsLike, roles: Labels | None = None) -> np.ndarray:
         """Return advantages [N] of flat ``rewards`` [N], which then move the baselines of their ``roles`` [N] in order.
@@ -53,10 +53,9 @@ class RunningBaseline:
         Without ``roles`` there is one baseline, under the name "". Unscored rewards (NaN) get 0 and change no baseline.
         """
         x = Rows.vector("rewards", rewards, nan=True).flat
-        names: list[Hashable] = [""] * x.size
-        if roles is not None:
-            read_labels("roles", roles, x.size)
-            names = list_labels(roles)
+        roles = [""] * x.size if roles is None else roles
+        read_labels("roles", roles, x.size)
+        names = list_labels(roles)
         advantages = x - np.array([self.baselines.get(name, 0.0) for name in names])
         for name, reward in zip(names, x.tolist(), strict=True):
             if reward == reward:  # noqa: PLR0124 - NaN does not
@@ -100,14 +99,14 @@ class RunningNormalization:
         check_settings(ddof=self.ddof, eps=self.eps)
         self.ddof, self.eps = int(self.ddof), float(self.eps)
         self.count = _check.integer("count", self.count, low=0)
-        self.mean = _number("mean", self.mean)
+        self.mean = _read_number("mean", self.mean)
         self.squares = _check.real("squares", self.squares, low=0.0)
         if self.count == 0:
             seen = (self.mean, self.squares, self.lowest, self.highest)
             if seen != (0.0, 0.0, np.inf, -np.inf):
                 raise ConfigError("count", "is 0, but the other fields hold observations", "the saved fields unchanged")
             return
-        self.lowest, self.highest = _number("lowest", self.lowest), _number("highest", self.highest)
+        self.lowest, self.highest = _read_number("lowest", self.lowest), _read_number("highest", self.highest)
         slack = 1e-9 * max(abs(self.lowest), abs(self.highest))  # a merged mean may be off in its last digits
         if not self.lowest - slack <= self.mean <= self.highest + slack:
             what = f"is {self.mean}, not between lowest={self.lowest} and highest={self.highest}"
@@ -119,7 +118,7 @@ class RunningNormalization:
         new = x[~np.isnan(x)]
         if new.size:
             batch = Rows("rewards", new, np.array([new.size]), "row")
-            centred, lowest = centre(batch, new), new.min().item()
+            centred, lowest = batch.centre(new), new.min().item()
             total, mean = self.count + new.size, lowest + (new - lowest).sum().item() / new.size
             step = mean - self.mean
             self.squares += float(centred @ centred) + step * step * self.count * new.size / total
@@ -152,5 +151,5 @@ def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormali
     return RunningNormalization(ddof=ddof, eps=eps)
 
 
-def _number(where: str, value: object) -> float:
+def _read_number(where: str, value: object) -> float:
     return _check.real(where, value, low=-LARGEST, high=LARGEST)

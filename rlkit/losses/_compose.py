@@ -19,8 +19,6 @@ from rlkit.losses import kl
 from rlkit.losses._preference import average_weight
 from rlkit.losses.prepare import Range, check_shapes, marks, mask_weightless, registry
 
-__all__ = ["with_entropy", "with_kl"]
-
 Loss: TypeAlias = Callable[..., object]
 Value: TypeAlias = Tensor | tuple[Tensor, Mapping[str, float]]  # what a loss returns
 Given: TypeAlias = Mapping[str, Tensor]  # the arguments of one datum, by name
@@ -57,7 +55,7 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
     Source: GRPO, arXiv:2402.03300 eq. 3. Peers: SkyRL folds token weights into advantages, which this term misses.
     """
     function, estimate = registry.resolve(loss), kl.registry.resolve(estimator)
-    title = f"with_kl({_name(loss)})"
+    title = f"with_kl({_name_loss(loss)})"
     first, more = _read_parameters(title, function)[0].name, _read_parameters(title, estimate)[1:]
     if first != "logprobs":
         raise ConfigError(f"{title}: the loss is driven by {first!r}, but a KL term needs 'logprobs'")
@@ -93,7 +91,7 @@ def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
     Source: Williams and Peng 1991; A3C, arXiv:1602.01783. Where there are no logits, ``rlkit.advantages.entropy_bonus``
     is the sampled estimate. ``rlkit.losses.adaptive_entropy`` gives a coefficient that follows the entropy.
     """
-    function, title = registry.resolve(loss), f"with_entropy({_name(loss)})"
+    function, title = registry.resolve(loss), f"with_entropy({_name_loss(loss)})"
     entropy = _Parameter("entropy", _Parameter.POSITIONAL_OR_KEYWORD)
     return _add_term(title, function, lambda given: given["entropy"], [entropy], "entropy_coef", coef, sign=-1.0)
 
@@ -112,7 +110,10 @@ def _add_term(
     """Add sign coef sum w term to ``function``, under a signature that holds what both need; coef is >= ``low``."""
     own, marked = _read_parameters(title, function), marks(function)
     if isinstance(coef, str):
-        _check_input_name(coef, own)
+        if not coef.isidentifier():
+            raise ConfigError("coef", f"got {coef!r}", "a number, or the name of a datum input")
+        if coef in {*_list_inputs(own), "weights", "reference_logprobs", "entropy"}:
+            raise ConfigError(f"coef: the loss already has an input {coef!r}; name one that holds only the coefficient")
         coef_name, extra = coef, _Parameter(coef, _Parameter.POSITIONAL_OR_KEYWORD)
         if low is not None:
             marked = attrs.evolve(marked, ranges={**marked.ranges, coef: Range(low)})
@@ -153,13 +154,6 @@ def _list_inputs(parameters: Sequence[inspect.Parameter]) -> list[str]:
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
 
-def _check_input_name(coef: str, parameters: Sequence[inspect.Parameter]) -> None:
-    if not coef.isidentifier():
-        raise ConfigError("coef", f"got {coef!r}", "a number, or the name of a datum input")
-    if coef in {*_list_inputs(parameters), "weights", "reference_logprobs", "entropy"}:
-        raise ConfigError(f"coef: {coef!r} is already an input of the loss; name one that holds only the coefficient")
-
-
 def _split_datums(given: Mapping[str, Tensor | Sequence[Tensor]], level: str) -> list[Given]:
     """Return the arguments of each datum of a call."""
     if level == "datum":
@@ -193,9 +187,9 @@ def _read_parameters(title: str, function: Loss) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(function).parameters.values())
     wrong = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
     if wrong or not parameters:
-        raise ConfigError(f"{title}: {_name(function)} must name its inputs and settings one by one")
+        raise ConfigError(f"{title}: {_name_loss(function)} must name its inputs and settings one by one")
     return parameters
 
 
-def _name(loss: str | Loss) -> str:
+def _name_loss(loss: str | Loss) -> str:
     return loss if isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))

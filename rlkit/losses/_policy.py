@@ -13,21 +13,6 @@ from rlkit import _check
 from rlkit._rows import check_bounds
 from rlkit.losses.prepare import Weights, define, mask_weightless
 
-__all__ = [
-    "check_clip",
-    "cispo",
-    "decoupled_ppo",
-    "dro",
-    "importance_sampling",
-    "opmd",
-    "opsm",
-    "ppo",
-    "reinforce",
-    "sppo",
-    "surrogate",
-    "topr",
-]
-
 
 @define("reinforce", elementwise=True)
 def reinforce(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0) -> Tensor:
@@ -63,8 +48,7 @@ def importance_sampling(
     Source: Kakade and Langford 2002; Tinker's hosted loss of that name. Peers clamp the log-ratio at +-20; this does
     not.
     """
-    ratio = (logprobs - sampling_logprobs).exp()
-    return -(weights * ratio * advantages).sum()
+    return -(weights * (logprobs - sampling_logprobs).exp() * advantages).sum()
 
 
 @define("ppo", elementwise=True)

@@ -17,8 +17,6 @@ from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses.prepare import Range, Weights, define
 
-__all__ = ["average_weight", "cpo", "dpo", "kto", "orpo", "simpo"]
-
 Pair: TypeAlias = tuple[Tensor, Tensor]
 _FORMS = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down")
 _NEAREST = -1e-7  # the mean logprob nearest to 0 whose odds are finite in float32
@@ -72,7 +70,9 @@ def dpo(
     """
     _check.choice("form", form, _FORMS)
     _check.real("beta", beta, above=0.0)
-    _check_smoothing(label_smoothing, used=form in ("sigmoid", "robust"))
+    _check.real("label_smoothing", label_smoothing, low=0.0, below=0.5)
+    if label_smoothing and form not in ("sigmoid", "robust"):
+        raise ConfigError("label_smoothing applies only to the forms 'sigmoid' and 'robust'")
     chosen, rejected = (lp - ref for lp, ref in zip(logprobs, reference_logprobs, strict=True))
     margin = beta * (chosen.sum() - rejected.sum())
     if form == "sigmoid":
@@ -160,7 +160,7 @@ def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: fl
     _check.real("beta", beta, low=0.0)
     _check.real("alpha", alpha, low=0.0)
     chosen, rejected = (lp.mean() for lp in logprobs)
-    odds = _log_odds(chosen) - _log_odds(rejected)
+    odds = _compute_log_odds(chosen) - _compute_log_odds(rejected)
     return average_weight(weights) * (-alpha * chosen - beta * logsigmoid(odds))
 
 
@@ -188,7 +188,7 @@ def cpo(
     """
     _check.real("beta", beta, above=0.0)
     _check.real("alpha", alpha, low=0.0)
-    _check_smoothing(label_smoothing)
+    _check.real("label_smoothing", label_smoothing, low=0.0, below=0.5)
     chosen, rejected = logprobs
     value = _smooth(beta * (chosen.sum() - rejected.sum()), label_smoothing)
     return average_weight(weights) * (value - alpha * chosen.mean())
@@ -223,12 +223,6 @@ def _smooth(margin: Tensor, share: float) -> Tensor:
     return -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
 
 
-def _check_smoothing(share: float, *, used: bool = True) -> None:
-    _check.real("label_smoothing", share, low=0.0, below=0.5)
-    if share and not used:
-        raise ConfigError("label_smoothing applies only to the forms 'sigmoid' and 'robust'")
-
-
-def _log_odds(mean: Tensor) -> Tensor:
+def _compute_log_odds(mean: Tensor) -> Tensor:
     near = mean.clamp(max=_NEAREST)
     return near - (-near.expm1()).log()  # log e^x - log(1 - e^x)

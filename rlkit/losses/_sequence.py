@@ -14,8 +14,6 @@ from rlkit._rows import check_bounds
 from rlkit.losses._policy import surrogate
 from rlkit.losses.prepare import Weights, define, mask_weightless, register
 
-__all__ = ["gmpo", "gspo", "gspo_token", "luspo", "vespo"]
-
 
 @define("gspo")
 def gspo(
@@ -128,9 +126,8 @@ def gmpo(
     check_bounds(clip_low_threshold, clip_high_threshold)
     _check.real("clip_low_threshold", clip_low_threshold, above=0.0, why="its logarithm is taken")
     distance = logprobs - sampling_logprobs
-    above = distance.clamp(max=math.log(clip_high_threshold))
-    below = distance.clamp(min=math.log(clip_low_threshold))
-    mean = above.where(advantages >= 0, below).mean().expand_as(logprobs)
+    low, high = math.log(clip_low_threshold), math.log(clip_high_threshold)
+    mean = distance.clamp(max=high).where(advantages >= 0, distance.clamp(min=low)).mean().expand_as(logprobs)
     return -(weights * advantages * mask_weightless(weights, mean).exp()).sum()
 
 

@@ -16,18 +16,6 @@ from rlkit import _check
 from rlkit.losses._policy import check_clip, surrogate
 from rlkit.losses.prepare import Range, Weights, define, mask_weightless
 
-__all__ = [
-    "cross_entropy",
-    "mix",
-    "sft_is",
-    "sft_phi",
-    "topk_forward_kl",
-    "topk_jsd",
-    "topk_reverse_kl",
-    "value_clipped",
-    "value_huber",
-]
-
 
 @define("cross_entropy", elementwise=True)
 def cross_entropy(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
@@ -77,7 +65,7 @@ def sft_phi(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
 
     Source: arXiv:2508.11408 (CHORD-phi). Peers: Trinity-RFT's sft_phi, which can also cap the probability.
     """
-    return -(weights * _phi(logprobs) * logprobs).sum()
+    return -(weights * _compute_phi(logprobs) * logprobs).sum()
 
 
 @define("mix", elementwise=True, ranges={"expert": Range(high=1.0, whole=True), "mu": Range(high=1.0)})
@@ -124,7 +112,7 @@ def mix(
     """
     check_clip(clip_low_threshold, clip_high_threshold, dual_clip)
     _check.flag("phi", phi)
-    learnt = logprobs * _phi(logprobs) if phi else logprobs
+    learnt = logprobs * _compute_phi(logprobs) if phi else logprobs
     from_expert = expert != 0
     # The expert's tokens have no sampling logprob; with their own in its place the ratio is 1 and nothing overflows.
     distance = logprobs - logprobs.detach().where(from_expert, sampling_logprobs)
@@ -133,7 +121,7 @@ def mix(
     return -(weights * (mu * learnt).where(from_expert, (1.0 - mu) * own)).sum()
 
 
-def _phi(logprobs: Tensor) -> Tensor:
+def _compute_phi(logprobs: Tensor) -> Tensor:
     probability = logprobs.detach().exp()
     return probability * (1.0 - probability)
 

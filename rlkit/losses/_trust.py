@@ -12,11 +12,8 @@ from torch import Tensor
 
 from rlkit import _check
 from rlkit._rows import check_bounds
-from rlkit.errors import ConfigError
 from rlkit.losses._policy import surrogate
 from rlkit.losses.prepare import Weights, define, mask_weightless
-
-__all__ = ["clip_cov", "dppo_kl", "dppo_tv", "kl_cov", "rec", "sapo"]
 
 _TINY = 1e-30  # a probability below all that float32 can tell from 1
 
@@ -57,8 +54,7 @@ def sapo(
     _check.real("tau_neg", tau_neg, above=0.0)
     _check.flag("detached", detached)
     offset = (logprobs - sampling_logprobs).exp() - 1.0
-    positive = (tau_pos * offset).sigmoid() * (4.0 / tau_pos)
-    negative = (tau_neg * offset).sigmoid() * (4.0 / tau_neg)
+    positive, negative = ((tau * offset).sigmoid() * (4.0 / tau) for tau in (tau_pos, tau_neg))
     gate = positive.where(advantages > 0, negative)
     if detached:
         return -(weights * gate.detach() * advantages * logprobs).sum()
@@ -215,14 +211,9 @@ def rec(
     _check.real("temperature", temperature, above=0.0)
     _check.real("regularizer_coef", regularizer_coef, low=0.0)
     check_bounds(clip_low_threshold, clip_high_threshold)
-    _check.real("ring_low_threshold", ring_low_threshold, low=0.0)
-    _check.real("ring_high_threshold", ring_high_threshold, low=0.0)
-    if clip_mode == "ring" and ring_low_threshold > clip_low_threshold:
-        raise ConfigError(f"ring_low_threshold {ring_low_threshold} is above clip_low_threshold {clip_low_threshold}")
-    if clip_mode == "ring" and ring_high_threshold < clip_high_threshold:
-        raise ConfigError(
-            f"ring_high_threshold {ring_high_threshold} is below clip_high_threshold {clip_high_threshold}"
-        )
+    ring = clip_mode == "ring"
+    _check.real("ring_low_threshold", ring_low_threshold, low=0.0, high=clip_low_threshold if ring else None)
+    _check.real("ring_high_threshold", ring_high_threshold, low=clip_high_threshold if ring else 0.0)
     distance = logprobs - sampling_logprobs
     ratio = distance.exp().detach()
     value = advantages
@@ -231,15 +222,11 @@ def rec(
     elif weight == "advantage":
         value = value * (advantages / temperature).exp()
     if clip_mode != "none":
+        good, bad = advantages >= 0, advantages <= 0
         not_high, not_low = ratio <= clip_high_threshold, ratio >= clip_low_threshold
-        if clip_mode == "one-side":
-            inside = ((advantages >= 0) & not_high) | ((advantages <= 0) & not_low)
-        else:
-            inside = not_high & not_low
-        if clip_mode == "ring":
-            far_low = (advantages >= 0) & (ratio <= ring_low_threshold)
-            far_high = (advantages <= 0) & (ratio >= ring_high_threshold)
-            inside = inside | far_low | far_high
+        inside = (good & not_high) | (bad & not_low) if clip_mode == "one-side" else not_high & not_low
+        if ring:
+            inside |= (good & (ratio <= ring_low_threshold)) | (bad & (ratio >= ring_high_threshold))
         value = value.masked_fill(~inside, 0.0)
     terms = -value * logprobs
     if regularizer == "k2":
@@ -290,13 +277,12 @@ def clip_cov(
     """
     _check.real("fraction", fraction, low=0.0, high=1.0)
     _check.integer("seed", seed, low=0)
-    if _check.real("cov_low", cov_low) > _check.real("cov_high", cov_high):
-        raise ConfigError(f"cov_low {cov_low} is above cov_high {cov_high}")
+    _check.real("cov_low", cov_low, high=_check.real("cov_high", cov_high))
     check_bounds(clip_low_threshold, clip_high_threshold)
     lp, q, a, w = _concatenate(logprobs, sampling_logprobs, advantages, weights)
     far = (lp.detach() - q).exp()  # weights have no say in who is drawn
     inside = far * a <= far.clamp(clip_low_threshold, clip_high_threshold) * a
-    covariance = _covariance(lp, a)
+    covariance = _compute_covariance(lp, a)
     candidates = ((covariance > cov_low) & (covariance < cov_high) & inside).nonzero().flatten()
     drawn = torch.randperm(candidates.numel(), generator=torch.Generator().manual_seed(seed))
     dropped = candidates[drawn[: _count_tokens(fraction, lp)].to(candidates.device)]
@@ -340,7 +326,7 @@ def kl_cov(
     _check.real("coef", coef, low=0.0)
     lp, q, a, w = _concatenate(logprobs, sampling_logprobs, advantages, weights)
     distance = mask_weightless(w, lp - q)
-    largest = _covariance(lp, a).topk(_count_tokens(fraction, lp)).indices
+    largest = _compute_covariance(lp, a).topk(_count_tokens(fraction, lp)).indices
     pulled = torch.zeros_like(distance).index_fill(0, largest, coef)
     return -(w * (distance.exp() * a - pulled * distance.abs())).sum()
 
@@ -350,16 +336,15 @@ def _concatenate(
 ) -> tuple[Tensor, Tensor, Tensor, Weights]:
     """Return each argument as one tensor [N]; weights may also be one number."""
 
-    def joined(parts: Sequence[Tensor]) -> Tensor:
+    def join(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.expand(like.shape) for part, like in zip(parts, logprobs, strict=True)])
 
-    flat_weights = joined(weights) if isinstance(weights, (list, tuple)) else weights
-    return torch.cat(list(logprobs)), joined(sampling_logprobs), joined(advantages), flat_weights
+    weights = join(weights) if isinstance(weights, (list, tuple)) else weights
+    return join(logprobs), join(sampling_logprobs), join(advantages), weights
 
 
-def _covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    fixed = logprobs.detach()
-    return (advantages - advantages.mean()) * (fixed - fixed.mean())
+def _compute_covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean()).detach()
 
 
 def _count_tokens(fraction: float, tokens: Tensor) -> int:

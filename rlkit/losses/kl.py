@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlkit import _check
 from rlkit._check import checked
-from rlkit.errors import ConfigError
 from rlkit.losses.prepare import guard_shapes
 from rlkit.registry import Registry
 
@@ -239,8 +238,7 @@ class AdaptiveEntropy:
     high: float = checked(1.0, _check.real)
 
     def __attrs_post_init__(self) -> None:
-        if self.low > self.high:
-            raise ConfigError(f"AdaptiveEntropy.low {self.low} is above high {self.high}")
+        _check.real("AdaptiveEntropy.low", self.low, high=self.high)
         _check.real("AdaptiveEntropy.coef", self.coef, low=self.low, high=self.high)
 
     def update(self, entropy: float) -> float:

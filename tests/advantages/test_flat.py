@@ -91,14 +91,14 @@ def test_by_group_of_your_own() -> None:
     """An estimator of one's own takes a list of groups; what it returns is checked."""
     adv_of = adv.by_group(lambda groups: [g - g.max() for g in groups], [1.0, 2.0, 5.0], ["a", "b", "a"])
     np.testing.assert_array_equal(adv_of, [-4.0, 0.0, 0.0])
-    with pytest.raises(DataError, match="returned rows of lengths"):
+    with pytest.raises(DataError, match="expected 2 rows"):
         adv.by_group(lambda groups: groups[:1], [1.0, 2.0, 5.0], ["a", "b", "a"])
 
 
 @for_each(
     ("rewards", "groups", "message"),
     [
-        ([1.0, 2.0], ["a"], "groups: has length 1"),
+        ([1.0, 2.0], ["a"], "groups: has 1 entries"),
         ([1.0], "a", "groups"),
         ([1.0], None, "groups"),
         ([1.0], 3, "groups"),
