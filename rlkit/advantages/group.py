@@ -205,7 +205,7 @@ def _by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.nda
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes).tolist():
         index = places[starts[sizes == size][:, None] + np.arange(size)]
-        index = np.take_along_axis(index, np.argsort(rows.flat[index], axis=1), axis=1)
+        index = index[np.arange(len(index))[:, None], rows.flat[index].argsort(axis=1)]
         result[index] = function(rows.flat[index])
     return result
 

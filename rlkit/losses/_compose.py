@@ -63,7 +63,7 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
     def term(given: Given) -> Tensor:
         return estimate(given["logprobs"], **{parameter.name: given[parameter.name] for parameter in more})
 
-    composed = _add_term(title, function, term, more, "kl_coef", coef, sign=1.0, low=0.0)
+    composed = _add_term(title, function, term, more, "kl_coef", coef, low=0.0)
     composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
     return composed
 
@@ -93,7 +93,7 @@ def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
     """
     function, title = registry.resolve(loss), f"with_entropy({_name_loss(loss)})"
     entropy = _Parameter("entropy", _Parameter.POSITIONAL_OR_KEYWORD)
-    return _add_term(title, function, lambda given: given["entropy"], [entropy], "entropy_coef", coef, sign=-1.0)
+    return _add_term(title, function, lambda given: -given["entropy"], [entropy], "entropy_coef", coef)
 
 
 def _add_term(
@@ -104,10 +104,9 @@ def _add_term(
     coef_name: str,
     coef: float | str,
     *,
-    sign: float,
     low: float | None = None,
 ) -> Loss:
-    """Add sign coef sum w term to ``function``, under a signature that holds what both need; coef is >= ``low``."""
+    """Add coef sum w term to ``function``, under a signature that holds what both need; coef is >= ``low``."""
     own, marked = _read_parameters(title, function), marks(function)
     if isinstance(coef, str):
         if not coef.isidentifier():
@@ -129,7 +128,7 @@ def _add_term(
         scale = one[coef_name] * one.get("weights", 1.0)
         logprobs = [name for name in read if name.endswith("logprobs") and one[name] is not None]
         safe = {name: mask_weightless(scale, one[name], -1.0) for name in logprobs}
-        return sign * (scale * term({**one, **safe})).sum()
+        return (scale * term({**one, **safe})).sum()
 
     def composed(*args: object, **kwargs: object) -> Value:
         bound = signature.bind(*args, **kwargs)
