@@ -49,6 +49,10 @@ def grpo(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 
     return by_group(groups, one)
 
 
+def dr_grpo(groups: list[Group]) -> list[Group]:
+    return grpo(groups, "none")
+
+
 def others(kept: Group, i: int) -> Group:
     return kept[:i] + kept[i + 1 :]
 
@@ -108,17 +112,15 @@ def asymre(groups: list[Group], shift: float = -0.1) -> list[Group]:
     return result
 
 
-def rec(groups: list[Group], normalize: bool = False, ddof: int = 0, eps: float = 1e-6) -> list[Group]:
-    return grpo(groups, "group" if normalize else "none", ddof, eps)
+def rec(groups: list[Group], normalize: bool = False) -> list[Group]:
+    return grpo(groups, "group" if normalize else "none", ddof=0)
 
 
-def reinforce(groups: list[Group], normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+def reinforce(groups: list[Group], normalize: bool = False) -> list[Group]:
     batch = [r for group in groups for r in scored(group)]
-    mean, divisor = 0.0, 1.0
-    if normalize:
-        if len(batch) < 2 or max(batch) == min(batch):
-            return [[0.0 for _ in group] for group in groups]
-        mean, divisor = statistics.fmean(batch), std(batch, ddof) + eps
+    if normalize and (len(batch) < 2 or max(batch) == min(batch)):
+        return [[0.0 for _ in group] for group in groups]
+    mean, divisor = (statistics.fmean(batch), std(batch, 1) + 1e-6) if normalize else (0.0, 1.0)
     return [[0.0 if math.isnan(r) else (r - mean) / divisor for r in group] for group in groups]
 
 
@@ -133,42 +135,43 @@ def opo(groups: list[Group], lengths: list[list[int]]) -> list[Group]:
     return result
 
 
-def whiten_repeated(values: list[float], counts: list[int], ddof: int, eps: float) -> list[float]:
+def whiten_repeated(values: list[float], counts: list[int]) -> list[float]:
     everything = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
     if len(everything) < 2 or max(everything) == min(everything):
         return [0.0] * len(values)
-    mean, divisor = statistics.fmean(everything), std(everything, ddof) + eps
+    mean, divisor = statistics.fmean(everything), std(everything, 1) + 1e-6
     return [(v - mean) / divisor for v in values]
 
 
-def reinforce_pp_baseline(
-    groups: list[Group], lengths: list[list[int]], ddof: int = 1, eps: float = 1e-6
-) -> list[Group]:
-    centred = grpo(groups, "none")
-    flat = [a for row in centred for a in row]
+def reinforce_pp_baseline(groups: list[Group], lengths: list[list[int]]) -> list[Group]:
+    flat = [a for row in grpo(groups, "none") for a in row]
     seen = [not math.isnan(r) for group in groups for r in group]
     counts = [n * ok for n, ok in zip([n for row in lengths for n in row], seen, strict=True)]
-    white = iter(whiten_repeated(flat, counts, ddof, eps))
+    white = iter(whiten_repeated(flat, counts))
     return [[0.0 if math.isnan(r) else a for r, a in [(r, next(white)) for r in group]] for group in groups]
 
 
-def gdpo(components: list[list[Group]], weights: list[float], ddof: int = 1, eps: float = 1e-6) -> list[Group]:
-    parts = [grpo(groups, "group", ddof, eps) for groups in components]
-    sizes = [len(group) for group in components[0]]
+def gdpo(components: list[list[Group]], weights: list[float]) -> list[Group]:
+    parts = [grpo(groups) for groups in components]
     total, known = [], []
-    for g, size in enumerate(sizes):
-        for i in range(size):
+    for g, group in enumerate(components[0]):
+        for i in range(len(group)):
             total.append(math.fsum(w * part[g][i] for w, part in zip(weights, parts, strict=True)))
             known.append(any(not math.isnan(groups[g][i]) for groups in components))
-    white = iter(whiten_repeated(total, [int(k) for k in known], ddof, eps))
+    white = whiten_repeated(total, [int(k) for k in known])
     flat = iter([a * k for a, k in zip(white, known, strict=True)])
-    return [[next(flat) for _ in range(size)] for size in sizes]
+    return [[next(flat) for _ in group] for group in components[0]]
 
 
-def pass_at_k(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+def pass_at_k(
+    groups: list[Group], scale: str = "group", method: str = "max_second", k: int | None = None
+) -> list[Group]:
+    if method == "analytic":
+        return pass_at_k_analytic(groups, k or 0)
+
     def one(kept: Group) -> Callable[[float, int], float]:
         first, second = sorted(kept, reverse=True)[:2]
-        divisor = std(kept, ddof) + eps if scale == "group" else 1.0
+        divisor = std(kept, 1) + 1e-6 if scale == "group" else 1.0
         return lambda _r, i: (first - second) / divisor if i == kept.index(first) else 0.0
 
     return by_group(groups, one)
