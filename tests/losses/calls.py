@@ -54,17 +54,25 @@ VARIANTS = [
     ("value_clipped", {"clip": 0.6}),
     ("value_huber", {"delta": 0.7}),
 ]
-COMPOSED = {
-    "ppo+k3": with_kl("ppo", 0.3),
-    "gspo+straight_through": with_kl("gspo", 0.3, "straight_through"),
-    "cross_entropy+ratio_corrected": with_kl("cross_entropy", 0.3, "ratio_corrected"),
-    "dro+clamped": with_kl("dro", "kl_coef", "clamped"),
-    "simpo+k2": with_kl("simpo", 0.3, "k2"),
-    "kl_cov+abs": with_kl("kl_cov", 0.3, "abs"),
-    "ppo+entropy": with_entropy("ppo", 0.2),
-    "reinforce+k1+entropy": with_entropy(with_kl("reinforce", 0.3, "k1"), "entropy_coef"),
-    "kl_cov+entropy": with_entropy("kl_cov", 0.2),
+TERMS = {  # loss, estimator and coefficient of its KL term, coefficient of its entropy; a coefficient may be an input
+    "ppo+k3": ("ppo", "k3", 0.3, None),
+    "gspo+straight_through": ("gspo", "straight_through", 0.3, None),
+    "cross_entropy+ratio_corrected": ("cross_entropy", "ratio_corrected", 0.3, None),
+    "dro+clamped": ("dro", "clamped", "kl_coef", None),
+    "simpo+k2": ("simpo", "k2", 0.3, None),
+    "kl_cov+abs": ("kl_cov", "abs", 0.3, None),
+    "ppo+entropy": ("ppo", None, None, 0.2),
+    "reinforce+k1+entropy": ("reinforce", "k1", 0.3, "entropy_coef"),
+    "kl_cov+entropy": ("kl_cov", None, None, 0.2),
 }
+
+
+def compose(name, estimator, coef, entropy):
+    loss = with_kl(name, coef, estimator) if estimator else name
+    return with_entropy(loss, entropy) if entropy else loss
+
+
+COMPOSED = {title: compose(*parts) for title, parts in TERMS.items()}
 ALL = {**{name: name for name in NAMES}, **COMPOSED}
 
 

@@ -55,24 +55,10 @@ def dual_clipped(r, a, s):
     return min(clipped(r, a, s), -s["dual_clip"] * a) if s["dual_clip"] and a < 0 else clipped(r, a, s)
 
 
-@tokens
-def reinforce(t, x, at, d, s):
-    return -d["advantages"][t] * x[t]
-
-
-@tokens
-def opmd(t, x, at, d, s):
-    return -d["advantages"][t] * x[t] / (1 + s["tau"])
-
-
-@tokens
-def importance_sampling(t, x, at, d, s):
-    return -ratio(x[t], d, t) * d["advantages"][t]
-
-
-@tokens
-def ppo(t, x, at, d, s):
-    return dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
+reinforce = tokens(lambda t, x, at, d, s: -d["advantages"][t] * x[t])
+opmd = tokens(lambda t, x, at, d, s: -d["advantages"][t] * x[t] / (1 + s["tau"]))
+importance_sampling = tokens(lambda t, x, at, d, s: -ratio(x[t], d, t) * d["advantages"][t])
+ppo = tokens(lambda t, x, at, d, s: dual_clipped(ratio(x[t], d, t), d["advantages"][t], s))
 
 
 @tokens
@@ -157,9 +143,9 @@ def dppo_kl(t, x, at, d, s):
     return -min(p / q, s["ratio_cap"]) * a * x[t]
 
 
-@tokens
-def dro(t, x, at, d, s):
-    return -(d["advantages"][t] * x[t] - s["beta"] / 2 * (x[t] - d["sampling_logprobs"][t]) ** 2)
+dro = tokens(
+    lambda t, x, at, d, s: -(d["advantages"][t] * x[t] - s["beta"] / 2 * (x[t] - d["sampling_logprobs"][t]) ** 2)
+)
 
 
 @tokens
@@ -235,19 +221,9 @@ def kl_cov(x, at, d, s):
     )
 
 
-@tokens
-def cross_entropy(t, x, at, d, s):
-    return -x[t]
-
-
-@tokens
-def sft_is(t, x, at, d, s):
-    return -math.exp(at[t]) * x[t]
-
-
-@tokens
-def sft_phi(t, x, at, d, s):
-    return -math.exp(at[t]) * (1 - math.exp(at[t])) * x[t]
+cross_entropy = tokens(lambda t, x, at, d, s: -x[t])
+sft_is = tokens(lambda t, x, at, d, s: -math.exp(at[t]) * x[t])
+sft_phi = tokens(lambda t, x, at, d, s: -math.exp(at[t]) * (1 - math.exp(at[t])) * x[t])
 
 
 @tokens
@@ -270,14 +246,8 @@ def topk(term):
     return total
 
 
-@topk
-def topk_forward_kl(p, q, s):
-    return q * math.log(q / p)
-
-
-@topk
-def topk_reverse_kl(p, q, s):
-    return p * math.log(p / q)
+topk_forward_kl = topk(lambda p, q, s: q * math.log(q / p))
+topk_reverse_kl = topk(lambda p, q, s: p * math.log(p / q))
 
 
 @topk
@@ -343,48 +313,23 @@ def value_huber(t, x, at, d, s):
     return e * e / 2 if e <= s["delta"] else s["delta"] * (e - s["delta"] / 2)
 
 
-# KL estimators of one token: x moves, at stays, ref and q are constants.
-def k1(x, at, ref, q):
-    return x - ref
-
-
-def absolute(x, at, ref, q):
-    return abs(x - ref)
-
-
-def k2(x, at, ref, q):
-    return (x - ref) ** 2 / 2
-
-
-def k3(x, at, ref, q):
-    return math.exp(ref) / math.exp(x) - 1 - (ref - x)
-
-
-def clamped(x, at, ref, q):
-    return clip(k3(clip(x - ref, -20, 20), None, 0.0, None), -10, 10)
-
-
-def straight_through(x, at, ref, q):
-    return k3(at, None, ref, None) + k2(x, None, ref, None) - k2(at, None, ref, None)
-
-
-def ratio_corrected(x, at, ref, q):
-    return math.exp(x - (at if q is None else q)) * k3(x, None, ref, None)
-
-
-ESTIMATORS = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "abs": absolute,
-    "clamped": clamped,
-    "straight_through": straight_through,
-    "ratio_corrected": ratio_corrected,
+ESTIMATORS = {  # of KL at one token: x moves, at stays, ref and q are constants
+    "k1": lambda x, at, ref, q: x - ref,
+    "abs": lambda x, at, ref, q: abs(x - ref),
+    "k2": lambda x, at, ref, q: (x - ref) ** 2 / 2,
+    "k3": lambda x, at, ref, q: math.exp(ref) / math.exp(x) - 1 - (ref - x),
+    "clamped": lambda x, at, ref, q: clip(k3(clip(x - ref, -20, 20), 0.0), -10, 10),
+    "straight_through": lambda x, at, ref, q: k3(at, ref) + ((x - ref) ** 2 - (at - ref) ** 2) / 2,
+    "ratio_corrected": lambda x, at, ref, q: math.exp(x - (at if q is None else q)) * k3(x, ref),
 }
 
 
+def k3(x, ref):
+    return ESTIMATORS["k3"](x, None, ref, None)
+
+
 def added(name, base_settings, kl=None, coef=0.0, entropy=0.0):
-    """The oracle of a composed loss; "kl_coef" and "entropy_coef" in the inputs go before ``coef`` and ``entropy``."""
+    """Return the oracle of a composed loss; coefficients among the inputs take precedence."""
     base = globals()[name]
 
     def total(x, at, d, s):
