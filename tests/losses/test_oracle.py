@@ -13,31 +13,24 @@ from tests.losses.calls import BATCHES, COMPOSED, NAMES, PAIRS, TERMS, VARIANTS,
 H = 1e-6
 
 
-def plain(value):
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def listed(values):
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
 
 def grouped(name, driver, inputs):
-    """What the oracle is called with: one (driver, inputs) for each call."""
-    rows = [plain(x) for x in driver]
-    if name in BATCHES:
-        return [(rows, {k: [plain(v) for v in values] for k, values in inputs.items()})]
-    if name in PAIRS:
-        return [
-            (rows[i : i + 2], {k: [plain(v) for v in values[i : i + 2]] for k, values in inputs.items()})
-            for i in range(0, len(rows), 2)
-        ]
-    return [(rows[i], {k: plain(values[i]) for k, values in inputs.items()}) for i in range(len(rows))]
+    """Return (driver, inputs) of each call of the oracle."""
+    n = len(driver) if name in BATCHES else 2 if name in PAIRS else 1
+    calls = [
+        (listed(driver[i : i + n]), {key: listed(x[i : i + n]) for key, x in inputs.items()})
+        for i in range(0, len(driver), n)
+    ]
+    return calls if n > 1 else [(x[0], {key: value[0] for key, value in d.items()}) for x, d in calls]
 
 
 def moved(rows, path, step):
-    copy = [moved(row, (), 0) if isinstance(row, list) else row for row in rows]
-    if path:
-        place = copy
-        for index in path[:-1]:
-            place = place[index]
-        place[path[-1]] += step
-    return copy
+    if not path:
+        return rows + step
+    return [moved(row, path[1:], step) if i == path[0] else row for i, row in enumerate(rows)]
 
 
 def paths(rows):

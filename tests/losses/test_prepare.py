@@ -30,25 +30,9 @@ def without(inputs, *names):
     return {name: values for name, values in inputs.items() if name not in names}
 
 
-@for_each("title", ALL)
-def test_agrees_with_direct_calls(title):
-    """A backend gets the loss itself, called per datum, pair or batch; parts of a batch add up."""
-    driver, inputs = draw(title)
-    value, gradients, entropies = call(ALL[title], driver, inputs)
-    whole = gradient(ALL[title], driver, inputs)
-    assert whole.value == pytest.approx(value, rel=1e-4, abs=1e-5)
-    for x, y in zip([*whole.driver, *(whole.entropy or [])], [*gradients, *entropies], strict=True):
-        np.testing.assert_allclose(x.numpy(), y, rtol=1e-3, atol=1e-5)
-    if PREPARED[title].level != "batch":
-        parts = [gradient(ALL[title], driver[i : i + 2], {k: v[i : i + 2] for k, v in inputs.items()}) for i in (0, 2)]
-        assert whole.value == pytest.approx(sum(part.value for part in parts), rel=1e-4, abs=1e-5)
-        for x, y in zip(whole.driver, [g for part in parts for g in part.driver], strict=True):
-            torch.testing.assert_close(x, y)
-
-
 @for_each("title", [title for title in ALL if PREPARED[title].level == "datum"])
-def test_elementwise(title):
-    """One call on the tokens of all datums is the sum of the calls per datum, for elementwise losses and only those."""
+def test_a_backend_gets_the_loss_itself(title):
+    """It is called per datum, or once on the tokens of all datums, which is the same for elementwise losses alone."""
     driver, inputs = draw(title)
     sizes, prepared = [len(x) for x in driver], PREPARED[title]
     flat = {
@@ -57,14 +41,18 @@ def test_elementwise(title):
     }
     if title == "kto":  # one number per sequence
         flat |= {"desirable": [1.0], "weights": [1.0]}
-    value, gradients, _ = call(ALL[title], driver, inputs)
+    value, gradients, entropies = call(ALL[title], driver, inputs)
     one, parts, _ = call(ALL[title], [np.concatenate(driver)], flat)
-    if not prepared.elementwise:
+    if prepared.elementwise:
+        assert one == pytest.approx(value)
+        np.testing.assert_allclose(parts[0], np.concatenate(gradients), rtol=1e-9, atol=1e-12)
+    else:
         assert abs(one - value) > 1e-4
-        return
-    assert one == pytest.approx(value)
-    np.testing.assert_allclose(parts[0], np.concatenate(gradients), rtol=1e-9, atol=1e-12)
-    close(*(gradient(attrs.evolve(prepared, elementwise=flag), driver, inputs) for flag in (True, False)))
+    for flag in {prepared.elementwise, False}:
+        found = gradient(attrs.evolve(prepared, elementwise=flag), driver, inputs)
+        assert found.value == pytest.approx(value, rel=1e-5, abs=1e-5)
+        for x, y in zip([*found.driver, *(found.entropy or [])], [*gradients, *entropies], strict=True):
+            np.testing.assert_allclose(x.numpy(), y, rtol=1e-3, atol=1e-5)
 
 
 @for_each("title", NAMES)
@@ -72,16 +60,15 @@ def test_missing_inputs_are_named(title):
     """The error names the datum, the input that it lacks, and those that it has."""
     prepared = PREPARED[title]
     driver, inputs = draw(title, sizes=(2, 3))
-    needed = [*prepared.inputs, *(["target_tokens"] if prepared.driver == "target_logprobs" else [])]
-    whole, _ = datums(driver, inputs)
-    for name in needed:
-        lacking, _ = datums(driver, without(inputs, name))
+    whole = datums(driver, inputs)[0]
+    for name in (*prepared.inputs, *(["target_tokens"] if prepared.driver == "target_logprobs" else [])):
+        lacking = datums(driver, without(inputs, name))[0]
         for i, data in ((0, lacking), (1, [whole[0], lacking[1]])):
             with pytest.raises(DataError, match=rf"data\[{i}\].inputs lacks '{name}', which the loss '{title}'"):
                 prepared.check(data)
-    for given, there in (({}, "none"), ({"weights": [1.0, 1.0]}, "weights")) if needed else ():
-        with pytest.raises(DataError, match=f"it has: {there}$"):
-            prepared.check(datums(driver, given)[0])
+        for given, there in (({}, "none"), ({"weights": [1.0, 1.0]}, "weights")):
+            with pytest.raises(DataError, match=f"it has: {there}$"):
+                prepared.check(datums(driver, given)[0])
 
 
 def test_settings_of_a_name_and_of_a_function():
@@ -104,24 +91,17 @@ def test_settings_of_a_name_and_of_a_function():
 
 def test_expert_datums_carry_zeros_for_unused_inputs():
     """For an expert's datum zeros stand in for sampling_logprobs, [n], and advantages, () or [n]."""
-    driver, _ = draw("mix", sizes=(3,), optional=())
     for zero in (0.0, np.zeros(3)):
-        found = gradient("mix", driver, {"expert": [1.0], "sampling_logprobs": [np.zeros(3)], "advantages": [zero]})
-        np.testing.assert_allclose(found.driver[0].numpy(), -0.1, rtol=1e-6)
-        assert found.value == pytest.approx(-0.1 * driver[0].sum(), rel=1e-5)
+        inputs = {"expert": [1.0], "sampling_logprobs": [np.zeros(3)], "advantages": [zero]}
+        found = gradient("mix", [np.array([-1.0, -2.0, -4.0])], inputs)
+        assert (found.value, found.driver[0].tolist()) == (pytest.approx(0.7), pytest.approx([-0.1] * 3))
 
 
 def test_weights_for_a_loss_that_has_none():
     """Weights that would have no effect are refused, also by a composed loss."""
-
-    def plain(logprobs):
-        return -logprobs.sum()
-
-    for function in (plain, with_entropy(plain)):
+    for function in (lambda logprobs: -logprobs.sum(), with_entropy(lambda logprobs: -logprobs.sum())):
         assert not prepare(function).optional
-        with pytest.raises(
-            DataError, match=r"data\[0\].inputs has 'weights', which the loss '.*plain.*' does not take"
-        ):
+        with pytest.raises(DataError, match=r"^data\[0\].inputs has 'weights', which the loss '.*' does not take"):
             prepare(function).check([rlkit.Datum.supervised([1], [2, 3])])
 
 
@@ -150,13 +130,11 @@ def test_an_input_that_some_datums_lack():
         assert [g.item() for g in prepare(lopsided).gradient(leaves, some).driver] == expected
 
 
-@for_each(
-    ("changed", "match"), [({"temperature": 0.0}, "sampled greedily"), ({"truncated": True}, "with top_p, top_k")]
-)
-def test_behaviour_must_have_probabilities(changed, match):
+def test_behaviour_must_have_probabilities():
     """Losses that form a ratio, and only those, refuse greedy and truncated samples."""
     driver, inputs = draw("ppo", sizes=(2, 3, 1))
-    for i in range(3):
+    greedy, truncated = ({"temperature": 0.0}, "sampled greedily"), ({"truncated": True}, "with top_p, top_k")
+    for i, (changed, match) in enumerate((greedy, truncated, greedy)):
         data, _ = datums(driver, {**inputs, "reference_logprobs": driver})
         data[i] = attrs.evolve(data[i], **changed)
         for function in ("ppo", with_kl("reinforce", 0.1, "ratio_corrected")):
@@ -195,8 +173,8 @@ def test_means_are_over_the_datums_of_the_calls(level, size):
 
     @loss(level=level)
     def measured(logprobs):
-        parts = [logprobs] if level == "datum" else logprobs
-        return sum(part.sum() for part in parts), {"size": sum(part.numel() for part in parts), "one": 1.0}
+        whole = logprobs if level == "datum" else torch.cat(tuple(logprobs))
+        return whole.sum(), {"size": whole.numel(), "one": 1.0}
 
     data, leaves = make(1, 2, 2, 3)
     found = prepare(measured).gradient(leaves, data)
@@ -258,76 +236,70 @@ def test_not_finite():
         prepare(lambda logprobs: logprobs.sum() + float("inf")).gradient(leaves, data)
 
 
-def test_datums_without_tokens():
-    """They are not given to the loss and have a gradient of length 0; alone they give a value of 0."""
-    data, leaves = datums(*draw("gspo", sizes=(2,)))
-    empty = attrs.evolve(data[0], mask=np.zeros(4, bool))
-    found = prepare("gspo").gradient([leaves[0][:0], *leaves], [empty, *data])
-    assert found.driver[0].shape == (0,)
-    close(attrs.evolve(found, driver=found.driver[1:]), prepare("gspo").gradient(leaves, data))
-    nothing = prepare("gspo").gradient([leaves[0][:0]], [empty])
-    assert (nothing.value, nothing.driver[0].shape) == (0.0, (0,))
+UNNAMED = ("logprobs", "weights", "advantages", "reference_logprobs", "not a name")
 
 
 @for_each(
-    ("build", "message"),
+    ("build", "settings", "message"),
     [
-        (lambda: prepare(lambda advantages, logprobs: 0), "the first parameter of the loss '<lambda>' must be one of"),
-        (lambda: prepare(lambda logprobs, *others: 0), r"the loss '<lambda>' takes \*others"),
-        (lambda: prepare(lambda logprobs, **others: 0), r"the loss '<lambda>' takes \*\*others"),
-        (lambda: prepare(lambda logprobs, *, beta: 0), "config lacks 'beta'"),
-        (lambda: prepare(dict), "the loss 'dict'"),
-        (lambda: loss(level="token"), r"^loss\(level\): got 'token'"),
-        (lambda: loss(elementwise=1), r"^loss\(elementwise\): got 1"),
-        (lambda: loss(level="pair", elementwise=True), r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
-        *[(lambda coef=coef: with_kl("ppo", coef), "^kl_coef") for coef in (-0.1, float("nan"))],
-        (lambda: with_kl("ppo", "not a name"), "^coef"),
-        *[(lambda n=n: with_kl("ppo", n), n) for n in ("logprobs", "weights", "advantages", "reference_logprobs")],
-        (lambda: with_kl("ppo", "clip_low_threshold"), "already has a parameter 'clip_low_threshold'"),
-        (lambda: with_kl(with_kl("ppo")), "already has a parameter 'kl_coef'"),
-        (lambda: with_kl("value_huber"), "driven by 'values'"),
-        (lambda: with_kl(lambda logprobs, *others: 0), "one by one"),
-        *[(lambda coef=coef: with_entropy("ppo", coef), "^entropy_coef") for coef in (float("inf"), None)],
-        *[(lambda function=function: function("pppo"), "no loss named") for function in (prepare, with_kl)],
+        (
+            prepare,
+            {"loss": lambda advantages, logprobs: 0},
+            "the first parameter of the loss '<lambda>' must be one of",
+        ),
+        (prepare, {"loss": lambda logprobs, *others: 0}, r"the loss '<lambda>' takes \*others"),
+        (prepare, {"loss": lambda logprobs, **others: 0}, r"the loss '<lambda>' takes \*\*others"),
+        (prepare, {"loss": lambda logprobs, *, beta: 0}, "config lacks 'beta'"),
+        (prepare, {"loss": dict}, "the loss 'dict'"),
+        (loss, {"level": "token"}, r"^loss\(level\): got 'token'"),
+        (loss, {"elementwise": 1}, r"^loss\(elementwise\): got 1"),
+        (loss, {"level": "pair", "elementwise": True}, r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
+        *[(with_kl, {"loss": "ppo", "coef": coef}, "^kl_coef") for coef in (-0.1, float("nan"))],
+        *[(with_kl, {"loss": "ppo", "coef": name}, f"^coef: .*'{name}'") for name in UNNAMED],
+        (with_kl, {"loss": "ppo", "coef": "clip_low_threshold"}, "already has a parameter 'clip_low_threshold'"),
+        (with_kl, {"loss": with_kl("ppo")}, "already has a parameter 'kl_coef'"),
+        (with_kl, {"loss": "value_huber"}, "driven by 'values'"),
+        (with_kl, {"loss": lambda logprobs, *others: 0}, "one by one"),
+        *[(with_entropy, {"loss": "ppo", "coef": coef}, "^entropy_coef") for coef in (float("inf"), None)],
+        *[(build, {"loss": "pppo"}, "no loss named") for build in (prepare, with_kl)],
     ],
 )
-def test_bad_losses_are_refused(build, message):
+def test_bad_losses_are_refused(build, settings, message):
     """A signature, marks or a composition that cannot work is an error before anything runs."""
     with pytest.raises((ConfigError, UnknownNameError), match=message):
-        build()
+        build(**settings)
 
 
 @for_each(
-    ("marks", "sizes", "tried"),
+    ("level", "elementwise", "sizes", "tried", "kind"),
     [
-        ({"elementwise": True}, [[6]], [2]),
-        ({}, [[2], [3], [1]], [2]),
-        ({"level": "pair"}, [[2, 3], [1, 2]], [2, 3]),
-        ({"level": "batch"}, [[2, 3, 1]], [2, 3, 1]),
+        ("datum", True, [[6]], [2], torch.Tensor),
+        ("datum", False, [[2], [3], [1]], [2], torch.Tensor),
+        ("pair", False, [[2, 3], [1, 2]], [2, 3], tuple),
+        ("batch", False, [[2, 3, 1]], [2, 3, 1], list),
     ],
 )
-def test_calls_by_level(marks, sizes, tried):
+def test_calls_by_level(level, elementwise, sizes, tried, kind):
     """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
 
     A loss is tried out by one call, on one datum or one pair where it looks at no more.
     """
     calls = []
 
-    @loss(**marks)
+    @loss(level=level, elementwise=elementwise)
     def counted(logprobs):
-        parts = [logprobs] if isinstance(logprobs, torch.Tensor) else logprobs
-        assert type(logprobs) is {"pair": tuple, "batch": list}.get(marks.get("level"), torch.Tensor)
-        calls.append([part.shape[0] for part in parts])
-        return parts[0].sum()
+        parts = [logprobs] if level == "datum" else logprobs
+        assert type(logprobs) is kind
+        calls.append([len(part) for part in parts])
+        return parts[0].sum()  # the others have a gradient of 0
 
-    data, leaves = make(*([2, 3, 1, 2] if "pair" in marks.values() else [2, 0, 3, 1]))
+    data, leaves = make(*([2, 3, 1, 2] if level == "pair" else [2, 0, 3, 1]))
     found = prepare(counted).gradient(leaves, data)
     assert calls == sizes
-    one = {"pair": (0, 2), "batch": (0,)}.get(marks.get("level"), range(4))  # others have a gradient of 0
-    assert [g.tolist() for g in found.driver] == [[float(i in one)] * len(x) for i, x in enumerate(leaves)]
-    calls.clear()
+    used = {"pair": (0, 2), "batch": (0,)}.get(level, range(4))
+    assert [g.tolist() for g in found.driver] == [[float(i in used)] * len(x) for i, x in enumerate(leaves)]
     prepare(counted).try_out(data)
-    assert calls == [tried]
+    assert calls[len(sizes) :] == [tried]
 
 
 @for_each(
@@ -335,15 +307,19 @@ def test_calls_by_level(marks, sizes, tried):
     [
         (lambda logprobs: logprobs, r"returned a tensor of shape \(2,\)"),
         (lambda logprobs: 1.0, "returned 1.0"),
-        (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
-        (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
-        (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
+        *[
+            (lambda logprobs, bad=bad: (logprobs.sum(), bad), f"returned {message}")
+            for bad, message in (
+                (3, "metrics 3"),
+                ({"loss:sum": 1.0}, "the metric 'loss:sum'"),
+                ({3: 1.0}, "the metric 3"),
+            )
+        ],
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
-        (lambda logprobs: np.exp(logprobs).sum(), "numpy, which passes no gradient; expected torch operations"),
-        (
-            lambda logprobs: torch.tensor(logprobs.numpy()).sum(),
-            "numpy, which passes no gradient; expected torch operat",
-        ),
+        *[
+            (lambda logprobs, f=f: f(logprobs).sum(), "numpy, which passes no gradient; expected torch operations")
+            for f in (np.exp, lambda x: torch.tensor(x.numpy()))
+        ],
     ],
 )
 def test_bad_results_are_refused(function, message):
@@ -359,43 +335,38 @@ def test_composed_losses_have_the_inputs_and_settings_of_both():
         return -(weights * (logprobs - reference_logprobs) * (logprobs - sampling_logprobs)).sum()
 
     ratio, reference, weights = ("sampling_logprobs", "advantages"), ("reference_logprobs",), {"weights": 1.0}
-    corrected = ("advantages", *reference)
     for composed, inputs, optional in (
         (with_kl("ppo"), (*ratio, *reference), weights),
         (with_kl("ppo", "beta_now"), (*ratio, *reference, "beta_now"), weights),
         (with_kl("dpo"), reference, weights),
-        (with_kl("opmd", 0.1, "ratio_corrected"), corrected, {**weights, "sampling_logprobs": None}),
+        (with_kl("opmd", 0.1, "ratio_corrected"), ("advantages", *reference), {**weights, "sampling_logprobs": None}),
         (with_kl("ppo", 0.1, "ratio_corrected"), (*ratio, *reference), weights),
         (with_kl(loose, 0.1, "ratio_corrected"), reference, {**weights, "sampling_logprobs": -1.0}),
     ):
         assert (prepare(composed).inputs, dict(prepare(composed).optional)) == (inputs, optional)
-    prepared = prepare(with_kl("ppo", 0.2, "clamped"), {"kl_coef": 0.5, "dual_clip": 2.0, "value_bound": 3.0})
-    assert prepared.name == "with_kl(ppo)"
-    assert [prepared.settings[key] for key in ("kl_coef", "dual_clip", "value_bound")] == [0.5, 2.0, 3.0]
+    changed = {"kl_coef": 0.5, "dual_clip": 2.0, "value_bound": 3.0}
+    assert prepare(with_kl("ppo", 0.2, "clamped"), changed).settings.items() >= changed.items()
     assert "kl_coef" not in prepare(with_kl("ppo", "beta_now")).settings
     nested = prepare(with_entropy(with_kl("gspo")))
     assert (nested.name, nested.entropy) == ("with_entropy(with_kl(gspo))", True)
     assert {*nested.settings} == {"kl_coef", "entropy_coef", "clip_low_threshold", "clip_high_threshold"}
-    for name, marks in (("ppo", ("datum", True)), ("gspo", ("datum", False)), ("simpo", ("pair", False))):
-        assert (prepare(with_kl(name)).level, prepare(with_kl(name)).elementwise) == marks
-    assert prepare(with_kl("kl_cov")).level == "batch"
+    for name in ("ppo", "gspo", "simpo", "kl_cov"):
+        prepared = prepare(with_kl(name))
+        assert (prepared.level, prepared.elementwise) == (PREPARED[name].level, PREPARED[name].elementwise)
     assert with_kl("ppo").__doc__.startswith("-sum w min(r A")
 
 
 def test_composed_settings_take_effect():
-    """The coefficient by config, by the factory, and by an input is one and the same, and is checked when called."""
-    driver, inputs = draw(with_kl("ppo", "c"), optional=("weights",))
-    inputs = without(inputs, "c")
-    by_factory = gradient(with_kl("ppo", 0.7), driver, inputs)
-    close(by_factory, gradient(prepare(with_kl("ppo"), {"kl_coef": 0.7}), driver, inputs))
-    close(by_factory, gradient(with_kl("ppo", "c"), driver, {**inputs, "c": [0.7] * 4}))
-    tight = gradient(prepare(with_kl("ppo", 0.0), {"clip_high_threshold": 1.01}), driver, inputs)
-    plain = without(inputs, "reference_logprobs")
-    close(tight, gradient(prepare("ppo", {"clip_high_threshold": 1.01}), driver, plain))
+    """The coefficient by config and by the factory is one and the same, and is checked when called."""
+    driver, inputs = draw(with_kl("ppo"), optional=("weights",))
+    close(*(gradient(x, driver, inputs) for x in (with_kl("ppo", 0.7), prepare(with_kl("ppo"), {"kl_coef": 0.7}))))
+    tight = {"clip_high_threshold": 1.01}
+    found, plain = prepare(with_kl("ppo", 0.0), tight), without(inputs, "reference_logprobs")
+    close(gradient(found, driver, inputs), gradient(prepare("ppo", tight), driver, plain))
     with pytest.raises(ConfigError, match="^kl_coef"):
         gradient(prepare(with_kl("ppo"), {"kl_coef": -1.0}), driver, inputs)
-    entropy = {**plain, "entropy": driver}
-    gradient(prepare(with_entropy("ppo"), {"entropy_coef": -1.0}), driver, entropy)  # which makes the policy surer
+    surer = prepare(with_entropy("ppo"), {"entropy_coef": -1.0})
+    gradient(surer, driver, {**plain, "entropy": driver})
 
 
 def test_terms_of_a_users_loss():
@@ -404,14 +375,11 @@ def test_terms_of_a_users_loss():
     def measured(logprobs, advantages):
         return -(advantages * logprobs).sum(), {"size:sum": logprobs.numel()}
 
-    @loss(level="pair")
-    def margin(logprobs):
-        return logprobs[1].sum() - logprobs[0].sum()
-
     driver, inputs = draw(with_kl(measured), optional=())
     found = gradient(with_kl(measured, 0.5), driver, inputs)
     assert found.metrics == {"size:sum": 15.0}
     assert found.value == pytest.approx(call(with_kl("reinforce", 0.5), driver, inputs)[0], rel=1e-5)
+    margin = loss(level="pair")(lambda logprobs: logprobs[1].sum() - logprobs[0].sum())
     driver, inputs = draw(with_kl("simpo"), sizes=(2, 3), optional=())
     squares = sum(((a - b) ** 2).sum() for a, b in zip(driver, inputs["reference_logprobs"], strict=True))
     expected = driver[1].sum() - driver[0].sum() + 0.25 * squares
@@ -436,38 +404,3 @@ def test_no_token_no_loss(name):
         assert value == pytest.approx(short[0], rel=1e-12)
         np.testing.assert_array_equal(gradients[:, :4], short[1][0])
         assert not gradients[:, 4:].any()
-
-
-@for_each("title", [title for title in ALL if not title.startswith("value")])
-def test_on_a_backend(title):
-    """The toy backend runs every loss: the value is that at its own logprobs, and its gradient can be stepped."""
-    driver, inputs = draw(title, sizes=(4, 2, 3, 1))
-    logprobs = PREPARED[title].driver == "logprobs"
-    data, _ = datums(driver if logprobs else [np.zeros(len(x)) for x in driver], inputs)
-    with rlkit.connect("toy", seed=0) as policy:
-        output = policy.forward_backward(data, ALL[title], want=("entropy",)).result()
-        if PREPARED[title].entropy:
-            inputs["entropy"] = [d.select(e) for d, e in zip(data, output.outputs["entropy"], strict=True)]
-        if logprobs:
-            expected = call(ALL[title], output.selected, inputs)[0]
-            assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        assert np.isfinite(output.metrics["loss:sum"])
-        policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
-
-
-def test_training_on_a_backend():
-    """A top-k loss moves the toy towards its teacher; nothing but an entropy bonus raises its entropy."""
-    rng = np.random.default_rng(0)
-    targets = rng.integers(0, 100, (3, 4))
-    targets[1, 2] = -1
-    taught = {"target_tokens": targets, "teacher_logprobs": np.log(rng.dirichlet(np.ones(4), 3))}
-    bonus = with_entropy("reinforce", 1.0)
-    for function, inputs, rate in (("topk_forward_kl", taught, 0.05), (bonus, {"advantages": [0.0] * 3}, 0.02)):
-        values = []
-        with rlkit.connect("toy", seed=0) as policy:
-            for _ in range(5):
-                datum = rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1], inputs)
-                values.append(policy.forward_backward([datum], function).result().metrics["loss:sum"])
-                policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
-        assert values == sorted(values, reverse=True)
-        assert values[0] < 0 if function is bonus else values[-1] < 0.9 * values[0]

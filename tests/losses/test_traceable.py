@@ -25,8 +25,7 @@ def whole(selected, fill):
     array = np.asarray(selected)
     if array.ndim == 0:
         return torch.tensor(array, dtype=torch.float64)
-    kind = np.int64 if array.dtype.kind == "i" else np.float64
-    out = np.full((MASK.size, *array.shape[1:]), fill if kind is np.float64 else -7, kind)
+    out = np.full((MASK.size, *array.shape[1:]), -7 if array.dtype.kind == "i" else fill, array.dtype)
     out[MASK != 0] = array
     return torch.tensor(out)
 
@@ -79,22 +78,19 @@ def trace(closure, ranks):
 def test_metrics_have_the_names_that_tinker_asks_for():
     """Metrics become "custom/name:sum" or ":mean", numbers among them tensors."""
 
-    def counted(logprobs, advantages, weights=1.0):
+    def measured(logprobs, advantages, weights=1.0):
         value = -(weights * advantages * logprobs).sum()
-        return value, {"top:sum": logprobs.detach().max(), "half": 0.5, "count:sum": logprobs.numel()}
+        return value, {"top:sum": logprobs.detach().max(), "half": 0.5, "two:sum": 2}
 
-    def measured(logprobs, advantages):
-        return -(advantages * logprobs).sum(), {"top:sum": logprobs.detach().max(), "half": 0.5}
-
-    closure = traceable(prepare(counted))
+    closure = traceable(prepare(measured))
     arguments = torch.tensor([-1.0, -2.0]), torch.tensor([0.0, 1.0]), torch.ones(2), torch.ones(2)
     for function in (closure, torch.fx.symbolic_trace(closure)):
         value, metrics = function(*arguments)
         assert value.item() == 2.0
         found = {k: float(v) for k, v in metrics.items()}
-        assert found == {"custom/top:sum": -2.0, "custom/half:mean": 0.5, "custom/count:sum": 1.0}
+        assert found == {"custom/top:sum": -2.0, "custom/half:mean": 0.5, "custom/two:sum": 2.0}
     pytest.importorskip("tinker")
-    trace(traceable(prepare(measured)), {"logprobs": 1, "mask": 1, "advantages": 1})
+    trace(closure, {"logprobs": 1, "mask": 1, "advantages": 1, "weights": 1})
 
 
 def test_order_of_the_inputs():
@@ -124,15 +120,10 @@ def test_what_cannot_be_traced():
             traceable(unprepared)
     with pytest.raises(ConfigError, match="'mu' is not an input of the loss"):
         traceable(prepare("ppo"), scalars=["mu"])
-    closure = torch.fx.symbolic_trace(traceable(prepare(wide)))
+    wide = prepare(
+        lambda logprobs, a, b, c, d, e, f, g, h, i, j: (logprobs * (a + b + c + d + e + f + g + h + i + j)).sum()
+    )
+    closure = torch.fx.symbolic_trace(traceable(wide))
     assert closure(torch.ones(2), torch.ones(2), *(torch.full((2,), float(i)) for i in range(10)))[0].item() == 2 * 45
     with pytest.raises(UnsupportedError, match="11 inputs; at most 10"):
-        traceable(prepare(wider))
-
-
-def wide(logprobs, a, b, c, d, e, f, g, h, i, j):
-    return (logprobs * (a + b + c + d + e + f + g + h + i + j)).sum()
-
-
-def wider(logprobs, a, b, c, d, e, f, g, h, i, j, k):
-    return logprobs.sum()
+        traceable(prepare(lambda logprobs, a, b, c, d, e, f, g, h, i, j, k: logprobs.sum()))

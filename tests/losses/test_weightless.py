@@ -36,7 +36,7 @@ def append_weightless(driver, inputs, values):
     return more, wide
 
 
-FAR = [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4), (-200.0, -1.5), (-1.5, -200.0), (-0.25, -3e3)]
+FAR = [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4), (-200.0, -1.5)]
 
 
 @for_each(("title", "config"), LOSSES)
@@ -60,17 +60,14 @@ def test_a_token_of_weight_0_reaches_nothing(title, config, values):
 
 
 def test_ways_of_calling_agree():
-    """Directly, and as what a service is sent: a ratio of e^119 at a token of weight 0, PPO's -1 at the other."""
-    given = {"sampling_logprobs": np.array([-120.0, -3.0]), "advantages": np.array([-1.0, 1.0])}
-    given["weights"] = np.array([0.0, 1.0])
-    lp = np.array([-1.0, -3.0])
-    value, (found,), _ = call("ppo", [lp], {name: [x] for name, x in given.items()}, dtype=torch.float32)
-    assert (value, found.tolist()) == (-1.0, [0.0, -1.0])
-    leaf = torch.tensor([0.0, *lp], dtype=torch.float32, requires_grad=True)
-    arrays = [torch.tensor([0.0, *given[name]], dtype=torch.float32) for name in given]
-    for function in ("ppo", own):
-        sent = traceable(prepare(function), inputs=given if function == "ppo" else ["behaviour", *list(given)[1:]])
-        value, _ = sent(leaf, torch.tensor([0.0, 1.0, 1.0]), *arrays)
+    """Directly, and as sent to a service: a ratio of e^119 at a token of weight 0, PPO's -1 at the other."""
+    given = {"sampling_logprobs": [-120.0, -3.0], "advantages": [-1.0, 1.0], "weights": [0.0, 1.0]}
+    found = call("ppo", [[-1.0, -3.0]], {name: [x] for name, x in given.items()}, dtype=torch.float32)
+    assert (found[0], found[1][0].tolist()) == (-1.0, [0.0, -1.0])
+    leaf = torch.tensor([0.0, -1.0, -3.0], requires_grad=True)
+    arrays = [torch.tensor([0.0, *x]) for x in given.values()]
+    for function, names in (("ppo", list(given)), (own, ["behaviour", "advantages", "weights"])):
+        value, _ = traceable(prepare(function), inputs=names)(leaf, torch.tensor([0.0, 1.0, 1.0]), *arrays)
         assert (value.item(), torch.autograd.grad(value, leaf)[0].tolist()) == (-1.0, [0.0, 0.0, -1.0])
 
 
