@@ -52,7 +52,7 @@ def test_a_backend_gets_the_loss_itself(title):
         found = gradient(attrs.evolve(prepared, elementwise=flag), driver, inputs)
         assert found.value == pytest.approx(value, rel=1e-5, abs=1e-5)
         for x, y in zip([*found.driver, *(found.entropy or [])], [*gradients, *entropies], strict=True):
-            np.testing.assert_allclose(x.numpy(), y, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(x.numpy(), y, rtol=1e-5, atol=1e-5)
 
 
 @for_each("title", NAMES)
@@ -78,15 +78,11 @@ def test_settings_of_a_name_and_of_a_function():
         with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip"):
             prepare(given, {"clip": 0.2})
     for name, config, message in (
-        ("reinforce", {"beta": 1.0}, "There are: none"),
-        ("ppo", {"dual_clp": 1.0}, "did you mean 'dual_clip'"),
-        ("mix", {"mu": 0.2}, r"config\['mu'\]"),
-        ("ppo", 3, "^config: got 3"),
+        *[("reinforce", {"beta": 1.0}, "There are: none"), ("ppo", {"dual_clp": 1.0}, "did you mean 'dual_clip'")],
+        *[("mix", {"mu": 0.2}, r"config\['mu'\]"), ("ppo", 3, "^config: got 3"), ("cipso", {}, "did you mean 'cispo'")],
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises((ConfigError, UnknownNameError), match=message):
             prepare(name, config)
-    with pytest.raises(UnknownNameError, match="did you mean 'cispo'"):
-        prepare("cipso")
 
 
 def test_expert_datums_carry_zeros_for_unused_inputs():
@@ -192,10 +188,8 @@ def test_means_are_over_the_datums_of_the_calls(level, size):
 def test_pairs():
     """An odd number of datums, a pair with a datum without tokens, and a pair of two prompts are refused."""
     assert set(PAIRS) == {name for name in NAMES if PREPARED[name].level == "pair"}
-    one, two = (
-        rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]}),
-        rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]}),
-    )
+    one = rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]})
+    two = rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]})
     other = attrs.evolve(two, tokens=[1, 9, 5])
     lp = [torch.tensor([-1.0, -2.0]), torch.tensor([-2.5])]
     expected = {"dpo": (-1.0 + 1.5, 1.0), "cpo": (-3.0 + 2.5, 0.0), "simpo": (-1.5 + 2.5, 1.0), "orpo": (1.0, 1.0)}
@@ -242,11 +236,7 @@ UNNAMED = ("logprobs", "weights", "advantages", "reference_logprobs", "not a nam
 @for_each(
     ("build", "settings", "message"),
     [
-        (
-            prepare,
-            {"loss": lambda advantages, logprobs: 0},
-            "the first parameter of the loss '<lambda>' must be one of",
-        ),
+        (prepare, {"loss": lambda advantages, logprobs: 0}, "the first parameter of the loss '<lambda>' must be"),
         (prepare, {"loss": lambda logprobs, *others: 0}, r"the loss '<lambda>' takes \*others"),
         (prepare, {"loss": lambda logprobs, **others: 0}, r"the loss '<lambda>' takes \*\*others"),
         (prepare, {"loss": lambda logprobs, *, beta: 0}, "config lacks 'beta'"),
@@ -307,19 +297,12 @@ def test_calls_by_level(level, elementwise, sizes, tried, kind):
     [
         (lambda logprobs: logprobs, r"returned a tensor of shape \(2,\)"),
         (lambda logprobs: 1.0, "returned 1.0"),
-        *[
-            (lambda logprobs, bad=bad: (logprobs.sum(), bad), f"returned {message}")
-            for bad, message in (
-                (3, "metrics 3"),
-                ({"loss:sum": 1.0}, "the metric 'loss:sum'"),
-                ({3: 1.0}, "the metric 3"),
-            )
-        ],
+        (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
+        (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
+        (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
-        *[
-            (lambda logprobs, f=f: f(logprobs).sum(), "numpy, which passes no gradient; expected torch operations")
-            for f in (np.exp, lambda x: torch.tensor(x.numpy()))
-        ],
+        (lambda logprobs: np.exp(logprobs).sum(), "numpy, which passes no gradient; expected torch operations"),
+        (lambda logprobs: torch.tensor(logprobs.numpy()).sum(), "numpy, which passes no gradient; expected torch"),
     ],
 )
 def test_bad_results_are_refused(function, message):
@@ -391,9 +374,8 @@ def test_no_token_no_loss(name):
     """Entries with target -1 add exactly nothing, whatever they hold; datums may differ in their number of targets."""
     s, t = np.log(np.random.default_rng(0).dirichlet(np.ones(6), (2, 3)))
     targets = np.arange(18).reshape(3, 6)
-    wide = {"teacher_logprobs": [t], "target_tokens": [targets]}
-    narrow = {"teacher_logprobs": [t[:, :2]], "target_tokens": [targets[:, :2]]}
-    both = gradient(name, [s, s[:, :2]], {k: [*wide[k], *narrow[k]] for k in wide})
+    wide, narrow = ({"teacher_logprobs": [t[:, :k]], "target_tokens": [targets[:, :k]]} for k in (6, 2))
+    both = gradient(name, [s, s[:, :2]], {key: wide[key] + narrow[key] for key in wide})
     parts = gradient(name, [s], wide), gradient(name, [s[:, :2]], narrow)
     close(both, attrs.evolve(parts[0], value=sum(p.value for p in parts), driver=[p.driver[0] for p in parts]))
     targets[:, 4:] = -1

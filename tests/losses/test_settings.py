@@ -56,7 +56,6 @@ SETTINGS = {  # loss -> setting -> default and kind
     "orpo": {"beta": (0.1, ">= 0")} | ALPHA, "simpo": {"beta": (2.0, "> 0"), "gamma": (0.5, ">= 0")},
     "value_clipped": {"clip": (0.2, ">= 0")}, "value_huber": {"delta": (10.0, "> 0")},
 }  # fmt: skip
-CLIPPED = [name for name in SETTINGS if "clip_low_threshold" in SETTINGS[name]]
 RING = {"clip_mode": "ring"}
 TOGETHER = [  # refused only together
     *[("ppo", {"clip_high_threshold": high, "clip_low_threshold": low}) for low, high in ((0.2, 0.2), (0.0, -0.1))],
@@ -65,11 +64,9 @@ TOGETHER = [  # refused only together
     *[("dpo", {"label_smoothing": 0.1, "form": form}) for form in ("hinge", "ipo", "apo_zero", "apo_down")],
 ]
 FINE = [  # and allowed together
-    *[(name, {"clip_low_threshold": 1, "clip_high_threshold": 1.0}) for name in CLIPPED],
-    *[
-        ("rec", {**RING, "ring_low_threshold": low, "ring_high_threshold": high})
-        for low, high in ((0.0, 3), (0.8, 1.2))
-    ],
+    *[(name, dict.fromkeys(GSPO, 1)) for name, x in SETTINGS.items() if x.keys() >= GSPO.keys()],
+    ("rec", {**RING, "ring_low_threshold": 0.0}),
+    ("rec", {**RING, "ring_low_threshold": 0.8, "ring_high_threshold": 1.2}),
     ("rec", {"temperature": 0.5, "weight": "advantage"}),
     ("clip_cov", {"cov_low": -2.0, "cov_high": -1.0, "fraction": 1.0}),
     ("dpo", {"label_smoothing": 0.49, "form": "robust"}),
@@ -93,11 +90,10 @@ def test_defaults(name):
     assert (prepared.level, prepared.elementwise) == LEVELS.get(name, ("datum", True))
     assert prepared.optional["weights"] == 1.0
     text = inspect.getdoc(registry[name])
-    assert "=" in text or "-sum" in text.partition("\n")[0]
-    for part in ("Args:", ">>> ", *(["Raises:"] if SETTINGS[name] and name != "dro" else [])):
-        assert part in text, f"{name} lacks {part}"
-    for parameter in inspect.signature(registry[name]).parameters:
-        assert parameter in text.partition("Args:")[2] or parameter == "weights"
+    assert "=" in text or "-sum" in text
+    assert ">>> " in text
+    assert "Raises:" in text or not SETTINGS[name] or name == "dro"
+    assert all(x in text.partition("Args:")[2] for x in {*inspect.signature(registry[name]).parameters} - {"weights"})
 
 
 def test_defaults_of_the_rest():

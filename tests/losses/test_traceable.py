@@ -30,12 +30,6 @@ def whole(selected, fill):
     return torch.tensor(out)
 
 
-def value_and_gradient(function, x, others):
-    leaf = x.clone().requires_grad_()
-    value, metrics = function(leaf, *others)
-    return value.item(), torch.autograd.grad(value, leaf)[0], metrics
-
-
 @for_each(("loss", "settings"), CASES)
 def test_graph_is_the_loss(loss, settings):
     """The graph, over whole arrays with NaN beside the mask, is the loss of the selected tokens and 0 elsewhere.
@@ -59,9 +53,10 @@ def test_graph_is_the_loss(loss, settings):
         graphs.append(handle.graph)
     others = [torch.tensor(MASK), *(whole(inputs[name], np.nan) for name in names[2:])]
     for function in graphs:
-        value, full, metrics = value_and_gradient(function, whole(x, np.nan), others)
-        assert value == pytest.approx(expected.item(), rel=1e-12)
-        assert metrics == {}
+        leaf = whole(x, np.nan).requires_grad_()
+        value, metrics = function(leaf, *others)
+        assert (value.item(), metrics) == (pytest.approx(expected.item(), rel=1e-12), {})
+        full = torch.autograd.grad(value, leaf)[0]
         np.testing.assert_allclose(full.numpy()[MASK != 0], gradient, rtol=1e-12, atol=1e-15)
         assert not full[MASK == 0].any()
 
@@ -120,10 +115,10 @@ def test_what_cannot_be_traced():
             traceable(unprepared)
     with pytest.raises(ConfigError, match="'mu' is not an input of the loss"):
         traceable(prepare("ppo"), scalars=["mu"])
-    wide = prepare(
-        lambda logprobs, a, b, c, d, e, f, g, h, i, j: (logprobs * (a + b + c + d + e + f + g + h + i + j)).sum()
+    ten = prepare(
+        lambda logprobs, a, b, c, d, e, f, g, h, i, j: (a + b + c + d + e + f + g + h + i + logprobs * j).sum()
     )
-    closure = torch.fx.symbolic_trace(traceable(wide))
-    assert closure(torch.ones(2), torch.ones(2), *(torch.full((2,), float(i)) for i in range(10)))[0].item() == 2 * 45
+    given = torch.ones(2), torch.ones(2), *(torch.full((2,), float(i)) for i in range(10))
+    assert torch.fx.symbolic_trace(traceable(ten))(*given)[0].item() == 2 * 45
     with pytest.raises(UnsupportedError, match="11 inputs; at most 10"):
         traceable(prepare(lambda logprobs, a, b, c, d, e, f, g, h, i, j, k: logprobs.sum()))
