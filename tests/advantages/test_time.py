@@ -124,7 +124,7 @@ def test_kl_penalty_of_far_policies() -> None:
 def test_jsd_gradient_is_the_gradient_of_the_divergence(seed: int) -> None:
     """Over a small vocabulary E[A grad log p] is minus the gradient of the divergence, by differences."""
     rng = np.random.default_rng(seed)
-    size, beta = 2 + seed % 5, rng.uniform(0.05, 0.95)
+    size, beta, h = 2 + seed % 5, rng.uniform(0.05, 0.95), 1e-5
     logits, t = rng.uniform(-12, 0, size), rng.dirichlet(np.ones(size))
 
     def divergence(x: np.ndarray) -> float:
@@ -133,12 +133,9 @@ def test_jsd_gradient_is_the_gradient_of_the_divergence(seed: int) -> None:
         return float(beta * (t * np.log(t / m)).sum() + (1 - beta) * (s * np.log(s / m)).sum())
 
     logp = logits - np.logaddexp.reduce(logits)
-    a = adv.jsd_gradient(teacher_logprobs=np.log(t), sampling_logprobs=logp, beta=beta)
-    p = np.exp(logp)
-    expected = p * a - p * (p * a).sum()  # sum over tokens of p A (one-hot - p)
-    h = 1e-5
+    a, p = adv.jsd_gradient(teacher_logprobs=np.log(t), sampling_logprobs=logp, beta=beta), np.exp(logp)
     numeric = [(divergence(logits + h * e) - divergence(logits - h * e)) / (2 * h) for e in np.eye(size)]
-    assert expected == pytest.approx(-np.array(numeric), abs=1e-6)
+    assert p * a - p * (p * a).sum() == pytest.approx(-np.array(numeric), abs=1e-6)  # sum of p A (one-hot - p)
 
 
 @for_each("length", [1, 2, 3, 1000, 70_001])
@@ -146,11 +143,15 @@ def test_scan_of_long_rows(length: int) -> None:
     """The doubling scan equals the loop for rows of any length, also across its chunks."""
     rng = np.random.default_rng(length)
     lengths = [length, 5, 1, 66_000, 7] if length > 1 else [1]
-    x, ends = rng.normal(size=sum(lengths)), np.cumsum(lengths)
-    a = rng.uniform(0.9, 1.0, x.size)
-    a[ends - 1] = 0.0
-    y, carry = np.empty(x.size), 0.0
-    for t in range(x.size - 1, -1, -1):
-        carry = x[t] + a[t] * carry
-        y[t] = carry
+    x, a = rng.normal(size=sum(lengths)), rng.uniform(0.9, 1.0, sum(lengths))
+    a[np.cumsum(lengths) - 1] = 0.0
+    y = x.copy()
+    for t in range(x.size - 2, -1, -1):
+        y[t] += a[t] * y[t + 1]
     np.testing.assert_allclose(returns.reverse_scan(x.copy(), a.copy()), y, rtol=1e-9, atol=1e-9)
+
+
+def test_one_long_row_beside_short_ones() -> None:
+    """Memory and time follow the number of tokens, not the longest row times the rows."""
+    result = adv.discounted_returns([np.ones(300_000), *[np.ones(2)] * 2_000])
+    assert (result[0][0], result[-1].tolist()) == (300_000, [2.0, 1.0])

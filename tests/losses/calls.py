@@ -91,7 +91,7 @@ def call(loss, driver, inputs, settings=None, dtype=torch.float64):
 
 
 def needs(loss, settings=None, *, optional=("weights", "mu", "target_tokens")):
-    """Return the driver of a loss and the names of its inputs: those it needs, and these optional ones if it has them."""
+    """Return the driver of a loss, and its inputs: those it needs, and these optional ones if it has them."""
     prepared = prepare(loss, settings)
     extra = ("entropy",) if prepared.entropy else ()
     return prepared.driver, (*prepared.inputs, *(name for name in prepared.optional if name in optional), *extra)
