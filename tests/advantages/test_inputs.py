@@ -45,37 +45,38 @@ def test_bad_rows_are_named(message: str, rewards: Any) -> None:
         Rows.parse("rewards", rewards, nan=True)
 
 
+THREE, RAGGED = [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]]
+
+
 @for_each(
-    ("read", "value", "settings", "message"),
+    ("rewards", "read", "value", "settings", "message"),
     [
-        ("read_like", [1.0, 2.0], {}, r": has length 2; expected 3 \(as long as rewards\)"),
-        ("read_like", [[1.0, 2.0, 3.0]], {}, r": has shape \(1, 3\)"),
-        ("read_like", None, {}, ": is None"),
-        ("read_like", [1.0, "2", 3.0], {}, r"\[1\]: is '2'"),
-        *[("read_like", [1, bad, 0], {"boolean": True}, rf"\[1\]: is {bad}") for bad in (2, NAN, None)],
-        ("read_like", ["1", "1", "1"], {"boolean": True}, r"\[0\]"),
-        *[("read_counts", [1, 1, bad], {}, rf"\[2\]: is {bad}; expected an integer >= 0") for bad in (1.5, -1.0, NAN)],
-        ("read_counts", [1, 2, 0], {"low": 1}, r"\[2\]: is 0.0; expected an integer >= 1"),
-        *[("read_each", bad, {}, f": got {bad}") for bad in (NAN, None, True)],
-        *[("read_each", bad, {}, ": got") for bad in (1.1e150, -1.1e150)],
-        ("read_each", [1.0, 2.0], {}, ": has shape"),
-        ("read_each", [[1.0], [1.0, 2.0]], {}, ": has 2 rows"),
-        ("read_each", [INF], {}, r"\[0\]"),
+        (THREE, "read_like", [1.0, 2.0], {}, r": has length 2; expected 3 \(as long as rewards\)"),
+        (THREE, "read_like", [THREE], {}, r": has shape \(1, 3\)"),
+        (THREE, "read_like", None, {}, ": is None"),
+        (THREE, "read_like", [1.0, "2", 3.0], {}, r"\[1\]: is '2'"),
+        *[(THREE, "read_like", [1, bad, 0], {"boolean": True}, rf"\[1\]: is {bad}") for bad in (2, NAN, None)],
+        (THREE, "read_like", ["1", "1", "1"], {"boolean": True}, r"\[0\]"),
+        (RAGGED, "read_like", [[1.0], [2.0]], {}, r"\[1\]: has length 1; expected 2"),
+        (RAGGED, "read_like", [1, 1, 1], {}, r": has shape \(3,\)"),
+        *[
+            (THREE, "read_counts", [1, 1, bad], {}, rf"\[2\]: is {bad}; expected an integer >= 0")
+            for bad in (1.5, -1.0)
+        ],
+        (THREE, "read_counts", [1, 1, NAN], {}, r"\[2\]: is nan"),
+        (THREE, "read_counts", [1, 2, 0], {"low": 1}, r"\[2\]: is 0.0; expected an integer >= 1"),
+        *[(THREE, "read_each", bad, {}, ": got") for bad in (NAN, None, True, 1.1e150, -1.1e150)],
+        (THREE, "read_each", [1.0, 2.0], {}, ": has shape"),
+        (THREE, "read_each", RAGGED, {}, ": has 2 rows"),
+        (THREE, "read_each", [INF], {}, r"\[0\]"),
     ],
 )
-def test_bad_companions_of_rows_are_named(read: str, value: Any, settings: dict[str, Any], message: str) -> None:
+def test_bad_companions_of_rows_are_named(
+    rewards: Any, read: str, value: Any, settings: dict[str, Any], message: str
+) -> None:
     """An argument that accompanies rows has their layout, or is one number for each."""
     with pytest.raises(DataError, match=f"^x{message}"):
-        getattr(Rows.parse("rewards", [1.0, 2.0, 3.0]), read)("x", value, **settings)
-
-
-def test_companions_of_ragged_rows() -> None:
-    rows = Rows.parse("rewards", [[1.0], [2.0, 3.0]])
-    for value, message in (([[1.0], [2.0]], r"\[1\]: has length 1; expected 2"), ([1, 1, 1], r": has shape \(3,\)")):
-        with pytest.raises(DataError, match=f"^x{message}"):
-            rows.read_like("x", value)
-    with pytest.raises(DataError, match=r"^x\[1\]\[1\]: is inf"):
-        rows.check_finite("x", rows.read_like("x", [[1.0], [2.0, INF]]))
+        getattr(Rows.parse("rewards", rewards), read)("x", value, **settings)
 
 
 TWO = [1.0, 0.0]
@@ -194,6 +195,7 @@ MISFITS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("gdpo", [[[1.0, 2.0]], [[1.0]]], {}, r"rewards\[1\]"),
     ("gdpo", [[1.0, 2.0]], {"weights": [1.0, 1.0]}, "weights"),
     ("gdpo", [[1.0, INF]], {}, r"rewards\[0\]\[1\]"),
+    ("gae", RAGGED, {"values": [[1.0], [2.0, INF]]}, r"values\[1\]\[1\]: is inf"),
 ]
 
 

@@ -67,19 +67,15 @@ def test_gdpo(seed: int) -> None:
 
 
 def rows(seed: int) -> list[list[float]]:
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=int(rng.integers(1, 40))).tolist() for _ in range(7)]
-
-
-def like(nested: list[list[float]], seed: int) -> list[list[float]]:
-    rng = np.random.default_rng(seed + 77)
-    return [rng.normal(size=len(row)).tolist() for row in nested]
+    """Return seven rows of the same lengths for every seed."""
+    lengths, rng = np.random.default_rng(0).integers(1, 40, size=7), np.random.default_rng(seed + 1)
+    return [rng.normal(size=n).tolist() for n in lengths]
 
 
 @for_each("gamma", [0.0, 0.3, 0.99, 1.0])
 def test_returns(gamma: float) -> None:
     """Discounted returns and what is built on them equal the backward loops; each trajectory may have its lambda."""
-    r, v, boot = rows(0), like(rows(0), 1), like([[0.0] * 7], 0)[0]
+    r, v, boot = rows(0), rows(1), [row[0] for row in rows(2)]
     given = {"gamma": gamma, "bootstrap_value": boot}
     found = adv.discounted_returns(r, **given)
     assert_close(found, [oracle.returns(x, gamma, b) for x, b in zip(r, boot, strict=True)])
@@ -99,7 +95,7 @@ def test_returns(gamma: float) -> None:
 @for_each("gamma", [0.0, 0.9, 1.0])
 @for_each(("lam", "rho", "pg"), [(1.0, 1.0, 1.0), (0.5, 2.0, 1.5), (0.0, 0.5, 3.0)])
 def test_vtrace(gamma: float, lam: float, rho: float, pg: float) -> None:
-    r, v, w, boot = rows(5), like(rows(5), 1), like(rows(5), 2), like([[0.0] * 7], 5)[0]
+    r, v, w, boot = rows(0), rows(1), rows(2), [row[0] for row in rows(3)]
     settings = {"gamma": gamma, "lam": lam, "clip_rho": rho, "clip_pg_rho": pg}
     found = adv.vtrace(r, values=v, log_ratios=w, bootstrap_value=boot, **settings)
     wanted = [oracle.vtrace(x, y, z, gamma, lam, rho, pg, b) for x, y, z, b in zip(r, v, w, boot, strict=True)]
@@ -109,7 +105,7 @@ def test_vtrace(gamma: float, lam: float, rho: float, pg: float) -> None:
 
 def test_token_functions() -> None:
     """Token functions equal their formulas."""
-    q, t = ([[-abs(x) for x in row] for row in like(rows(2), seed)] for seed in (3, 4))
+    q, t = ([[-abs(x) for x in row] for row in rows(seed)] for seed in (3, 4))
     flat = np.concatenate(q) - np.concatenate(t)
     k3 = np.concatenate(adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="k3"))
     rounding = {"rtol": 1e-9, "atol": 4e-15}  # of terms near 1 that cancel one another

@@ -20,21 +20,14 @@ def flat(result: Any) -> np.ndarray:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {  # every function over time that takes a mask; "v" stands for values
-    "discounted_returns": {"gamma": 0.5, "bootstrap_value": 0.3},
-    "gae": {"values": "v", "gamma": 0.9, "bootstrap_value": 0.3},
-    "lambda_returns": {"values": "v", "gamma": 0.9},
-    "n_step_returns": {"values": "v", "n": 2, "bootstrap_value": 0.3},
-    "vtrace": {"values": "v", "log_ratios": "v", "lam": 0.7},
-    "potential_shaping": {"potentials": "v"},
-    "reinforce_pp": {"kl": "v", "kl_coef": 0.1},
-    "remax": {"baseline": 0.4},
-    "rebn": {},
-    "on_policy_distillation": {"teacher_logprobs": "v", "gamma": 0.5},
-    "jsd": {"teacher_logprobs": "v"},
-    "jsd_gradient": {"teacher_logprobs": "v"},
-    "kl_penalty": {"reference_logprobs": "v", "center": True},
+    "discounted_returns": {"gamma": 0.5, "bootstrap_value": 0.3}, "lambda_returns": {"values": "v", "gamma": 0.9},
+    "gae": {"values": "v", "gamma": 0.9, "bootstrap_value": 0.3}, "potential_shaping": {"potentials": "v"},
+    "n_step_returns": {"values": "v", "n": 2, "bootstrap_value": 0.3}, "reinforce_pp": {"kl": "v", "kl_coef": 0.1},
+    "vtrace": {"values": "v", "log_ratios": "v", "lam": 0.7}, "remax": {"baseline": 0.4}, "rebn": {},
+    "on_policy_distillation": {"teacher_logprobs": "v", "gamma": 0.5}, "jsd": {"teacher_logprobs": "v"},
+    "jsd_gradient": {"teacher_logprobs": "v"}, "kl_penalty": {"reference_logprobs": "v", "center": True},
     "entropy_bonus": {},
-}
+}  # fmt: skip
 
 
 def call(name: str, rewards: Any, values: Any, mask: Any = None) -> list[list[np.ndarray]]:

@@ -26,13 +26,12 @@ def own(logprobs, behaviour, advantages, weights=1.0):
 def append_weightless(driver, inputs, values):
     """Give each datum one more token, of weight 0, at which the logprobs are ``values``."""
     more = [np.concatenate([x, np.full_like(x[:1], values[0])]) for x in driver]
-    wide = {}
-    for name, arrays in inputs.items():
-        added = {"weights": 0.0, "advantages": -1.0}.get(name, values[1] if name.endswith("logprobs") else None)
-        wide[name] = [
-            x if np.ndim(x) == 0 else np.concatenate([x, x[:1] if added is None else np.full_like(x[:1], added)])
-            for x in arrays
-        ]
+    added = {"weights": 0.0, "advantages": -1.0}
+    added |= {name: values[1] for name in inputs if name.endswith("logprobs")}
+    wide = {
+        name: [np.append(x, np.full_like(x[:1], added.get(name, x[:1])), 0) if np.ndim(x) else x for x in arrays]
+        for name, arrays in inputs.items()
+    }
     return more, wide
 
 
