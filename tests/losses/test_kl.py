@@ -1,4 +1,4 @@
-"""KL estimators in expectation, and coefficients that follow a measurement."""
+"""KL estimators at their numerical edges, and coefficients that follow a measurement."""
 
 from __future__ import annotations
 
@@ -14,35 +14,6 @@ from rlkit.losses import AdaptiveEntropy, adaptive_entropy, kl, with_kl
 from tests.each import for_each
 
 ONE = torch.ones(1)
-
-
-def logits(seed):
-    return torch.tensor(np.random.default_rng(seed).normal(0, 1, 5))
-
-
-@for_each("seed", range(4))
-def test_expectations(seed):
-    """On average over a vocabulary of five the estimators and their gradients are what kl.py says of them."""
-    theta, reference = logits(seed).requires_grad_(), torch.log_softmax(logits(100 + seed), 0)
-    lp, other = torch.log_softmax(theta, 0), torch.log_softmax(logits(200 + seed), 0)
-
-    def value_and_gradient(value):
-        return value.item(), torch.autograd.grad(value, theta, retain_graph=True)[0].numpy()
-
-    true_value, true_gradient = value_and_gradient((lp.exp() * (lp - reference)).sum())
-    reverse_gradient = value_and_gradient((reference.exp() * (reference - lp)).sum())[1]
-    fixed = lp.detach().exp()
-    found = {name: value_and_gradient((fixed * kl.registry[name](lp, reference)).sum()) for name in kl.registry}
-    found["off-policy"] = value_and_gradient((other.exp() * kl.ratio_corrected(lp, reference, other)).sum())
-    for name in ("k1", "k3", "straight_through", "ratio_corrected", "off-policy"):
-        assert found[name][0] == pytest.approx(true_value)
-    for name, gradient in (
-        *[(name, true_gradient) for name in ("k2", "straight_through", "ratio_corrected", "off-policy")],
-        *[("k1", np.zeros(5)), ("k3", reverse_gradient), ("clamped", reverse_gradient)],
-    ):
-        np.testing.assert_allclose(found[name][1], gradient, atol=1e-12)
-    for name in ("k2", "abs"):
-        assert abs(found[name][0] - true_value) > 1e-3
 
 
 def test_k3_keeps_its_digits():

@@ -11,8 +11,6 @@ import torch
 from tests.each import for_each
 from tests.losses.calls import ALL, NAMES, call, example, needs
 
-RING = {"clip_mode": "ring"}
-
 
 @for_each("name", [name for name in NAMES if {"sampling_logprobs", "advantages"} <= set(needs(name)[1])])
 def test_on_policy_gradient(name):
@@ -66,11 +64,10 @@ def test_bounds_are_inside(name, options):
 def test_the_bounds_of_a_ring_are_inside(distance, sign, bound, beyond):
     """Beyond the clip bounds a ring keeps tokens of one sign, from its own bound on."""
     on = torch.tensor(distance, dtype=torch.float64).exp().item()
-    for threshold, kept in ((on, 1.0), (on + beyond, 0.0)):
-        found = gradient(
-            "rec", np.full(3, distance), [sign, 2 * sign, -sign], {**RING, f"{bound}_threshold": threshold}
-        )
-        np.testing.assert_allclose(found, [-sign * kept, -2 * sign * kept, 0.0])
+    for threshold, kept in ((on, sign), (on + beyond, 0.0)):
+        options = {"clip_mode": "ring", f"{bound}_threshold": threshold}
+        found = gradient("rec", np.full(3, distance), [sign, 2 * sign, -sign], options)
+        np.testing.assert_allclose(found, [-kept, -2 * kept, 0.0])
 
 
 def test_the_bound_of_a_divergence_is_inside():
@@ -117,10 +114,15 @@ def test_draw_of_clip_cov():
 def test_candidates_of_clip_cov():
     """Only tokens with a covariance strictly between the bounds, and which PPO has not clipped, are left out."""
     lp, a = np.array([-2.0, -0.5, -0.5]), np.array([-1.0, 3.0, 1.0])  # covariances 2, 1, 0
-    for low, high, moved, left in (
-        *[(2.0, 9.0, 0.0, []), (1.0, 9.0, 0.0, [0]), (0.5, 2.0, 0.0, [1]), (-0.5, 1.0, 0.0, [2]), (0.0, 2.0, 0.0, [1])],
-        *[(0.5, 9.0, 0.1, [0, 1]), (0.5, 9.0, 1.0, [0])],  # the second token's ratio is e, beyond the bound
-    ):
+    cases = [
+        (2.0, 9.0, 0.0, []),
+        (1.0, 9.0, 0.0, [0]),
+        (0.5, 2.0, 0.0, [1]),
+        (-0.5, 1.0, 0.0, [2]),
+        (0.0, 2.0, 0.0, [1]),
+    ]
+    cases += [(0.5, 9.0, 0.1, [0, 1]), (0.5, 9.0, 1.0, [0])]  # at last the second token's ratio is e, beyond the bound
+    for low, high, moved, left in cases:
         inputs = {"sampling_logprobs": [lp - np.array([0.0, moved, 0.0])], "advantages": [a]}
         value, (found,), _ = call("clip_cov", [lp], inputs, {"fraction": 1.0, "cov_low": low, "cov_high": high})
         ratios = np.exp([0.0, moved, 0.0])
