@@ -74,15 +74,12 @@ def call(loss, driver, inputs, settings=None, dtype=torch.float64):
     for entropy in arguments.get("entropy", []):
         entropy.requires_grad_()
     arguments[prepared.driver] = leaves
-    calls = {
-        "datum": [slice(i, i + 1) for i in range(len(leaves))],
-        "pair": [slice(i, i + 2) for i in range(0, len(leaves), 2)],
-        "batch": [slice(None)],
-    }[prepared.level]
+    size = {"datum": 1, "pair": 2, "batch": len(leaves)}[prepared.level]
     shape = {"datum": lambda part: part[0], "pair": tuple, "batch": list}[prepared.level]
     total = torch.zeros((), dtype=dtype)
-    for part in calls:
-        result = prepared.function(**{k: shape(v[part]) for k, v in arguments.items()}, **prepared.settings)
+    for i in range(0, len(leaves), size):
+        part = {name: shape(values[i : i + size]) for name, values in arguments.items()}
+        result = prepared.function(**part, **prepared.settings)
         total = total + (result[0] if isinstance(result, tuple) else result)
     sources = [*leaves, *arguments.get("entropy", [])]
     gradients = torch.autograd.grad(total, sources, allow_unused=True)

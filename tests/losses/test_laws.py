@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.each import for_each
-from tests.losses.calls import ALL, NAMES, call, example, needs
+from tests.losses.calls import NAMES, call, example, needs
 
 
 @for_each("name", [name for name in NAMES if {"sampling_logprobs", "advantages"} <= set(needs(name)[1])])
@@ -25,20 +25,6 @@ def test_on_policy_gradient(name):
     found = call(name, lp, {key: given[key] for key in needs(name)[1]}, options)[1]
     for x, a, w in zip(found, given["advantages"], given["weights"], strict=True):
         np.testing.assert_allclose(x, -a * w, rtol=1e-9, atol=1e-9)
-
-
-@for_each("title", ALL)
-def test_one_number_is_the_same_number_for_each_token(title):
-    """An input () means its value at every token, in value and gradient."""
-    driver, inputs = example(ALL[title], np.random.default_rng(3))
-    spread = {k: v for k, v in inputs.items() if k in ("advantages", "weights", "returns")}
-    single = inputs | {k: [float(x.mean()) for x in v] for k, v in spread.items()}
-    full = inputs | {k: [np.full_like(x, x.mean()) for x in v] for k, v in spread.items()}
-    value, gradients, entropies = call(ALL[title], driver, single)
-    expected, *others = call(ALL[title], driver, full)
-    assert value == pytest.approx(expected, rel=1e-12)
-    for a, b in zip([*gradients, *entropies], [x for part in others for x in part], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
 def gradient(name, log_ratios, advantages, options):

@@ -18,10 +18,14 @@ def listed(values):
 
 
 def grouped(name, driver, inputs):
-    """Return (driver, inputs) of each call of the oracle."""
+    """Return (driver, inputs) of each call of the oracle, where one number for all tokens is one for each."""
     n = len(driver) if name in BATCHES else 2 if name in PAIRS else 1
+    spread = {
+        key: [np.full(len(x), v) if np.ndim(v) == 0 else v for x, v in zip(driver, inputs[key], strict=True)]
+        for key in inputs.keys() & {"advantages", "weights", "returns"}
+    }
     calls = [
-        (listed(driver[i : i + n]), {key: listed(x[i : i + n]) for key, x in inputs.items()})
+        (listed(driver[i : i + n]), {key: listed(x[i : i + n]) for key, x in (inputs | spread).items()})
         for i in range(0, len(driver), n)
     ]
     return calls if n > 1 else [(x[0], {key: value[0] for key, value in d.items()}) for x, d in calls]
@@ -56,16 +60,19 @@ def check(name, function, loss, settings, driver, inputs):
     return entropies
 
 
-@for_each("weighted", [False, True], ids=["plain", "weighted"])
+@for_each("way", ["plain", "weighted", "one number for all tokens"])
 @for_each("variant", VARIANTS, ids=identity)
-def test_losses(variant, weighted):
-    """Losses with and without weights, one of them 0, at numbers beyond the bounds on both sides and within."""
+def test_losses(variant, way):
+    """Losses without weights, with weights (one of them 0), and with numbers, beyond the bounds on both sides."""
     name, settings = variant
-    optional = ("weights", "target_tokens") if weighted else ("mu",)
+    optional = ("mu",) if way == "plain" else ("weights", "target_tokens")
     for seed in range(3):
         driver, inputs = example(name, np.random.default_rng(seed), sizes=(5, 3, 1, 6), optional=optional)
-        if weighted:
+        if way == "weighted":
             inputs["weights"][0][1] = 0.0
+        elif way != "plain":
+            spread = inputs.keys() & {"advantages", "weights", "returns"}
+            inputs |= {key: [float(x.mean()) for x in inputs[key]] for key in spread}
         if name == "clip_cov" and "fraction" not in settings:
             settings = {"cov_low": 100.0, "cov_high": 100.0}
         assert hasattr(oracle, name), f"write the loss {name!r} once more, in numpy and float64: tests/losses/oracle.py"

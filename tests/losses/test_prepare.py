@@ -173,16 +173,14 @@ def test_means_are_over_the_datums_of_the_calls(level, size):
         return whole.sum(), {"size": whole.numel(), "one": 1.0}
 
     data, leaves = make(1, 2, 2, 3)
-    found = prepare(measured).gradient(leaves, data)
-    assert dict(found.metrics) == {"size:mean": size, "one:mean": 4.0}
-    if level != "pair":  # where each datum has a token
-        data[1:1] = make(0, 0)[0]
+    assert dict(prepare(measured).gradient(leaves, data).metrics) == {"size:mean": size, "one:mean": 4.0}
     with rlkit.connect("toy", seed=0) as policy:
-        metrics = policy.forward_backward(data, measured).result().metrics
-        assert (metrics["one:mean"], metrics["size:mean"], metrics["datums:sum"]) == (1.0, size / 4, len(data))
-        if level != "pair":
+        if level != "pair":  # where each datum has a token
+            data[1:1] = make(0, 0)[0]
             nothing = policy.forward(make(0)[0], measured).result().metrics
             assert set(nothing) == {"loss:sum", "tokens:sum", "datums:sum"}
+        metrics = policy.forward_backward(data, measured).result().metrics
+        assert (metrics["one:mean"], metrics["size:mean"], metrics["datums:sum"]) == (1.0, size / 4, len(data))
 
 
 def test_pairs():

@@ -56,23 +56,21 @@ SETTINGS = {  # loss -> setting -> default and kind
     "orpo": {"beta": (0.1, ">= 0")} | ALPHA, "simpo": {"beta": (2.0, "> 0"), "gamma": (0.5, ">= 0")},
     "value_clipped": {"clip": (0.2, ">= 0")}, "value_huber": {"delta": (10.0, "> 0")},
 }  # fmt: skip
-RING = {"clip_mode": "ring"}
+RING, ROBUST = {"clip_mode": "ring"}, {"form": "robust"}
 TOGETHER = [  # refused only together
     *[("ppo", {"clip_high_threshold": high, "clip_low_threshold": low}) for low, high in ((0.2, 0.2), (0.0, -0.1))],
     ("gmpo", {"clip_low_threshold": -0.3, "clip_high_threshold": -0.1}),
-    *[("rec", {key: x, **RING}) for key, x in (("ring_low_threshold", 0.81), ("ring_high_threshold", 1.19))],
+    ("rec", {"ring_low_threshold": 0.81, **RING}), ("rec", {"ring_high_threshold": 1.19, **RING}),
     *[("dpo", {"label_smoothing": 0.1, "form": form}) for form in ("hinge", "ipo", "apo_zero", "apo_down")],
-]
+]  # fmt: skip
 FINE = [  # and allowed together
-    *[(name, dict.fromkeys(GSPO, 1)) for name, x in SETTINGS.items() if x.keys() >= GSPO.keys()],
-    ("rec", {**RING, "ring_low_threshold": 0.0}),
+    *[(name, dict.fromkeys(GSPO, 1)) for name, settings in SETTINGS.items() if settings.keys() >= GSPO.keys()],
+    ("rec", {**RING, "ring_low_threshold": 0.0}), ("rec", {"temperature": 0.5, "weight": "advantage"}),
     ("rec", {**RING, "ring_low_threshold": 0.8, "ring_high_threshold": 1.2}),
-    ("rec", {"temperature": 0.5, "weight": "advantage"}),
-    ("clip_cov", {"cov_low": -2.0, "cov_high": -1.0, "fraction": 1.0}),
-    ("dpo", {"label_smoothing": 0.49, "form": "robust"}),
+    ("clip_cov", {"cov_low": -2.0, "cov_high": -1.0, "fraction": 1.0}), ("dpo", {"label_smoothing": 0.49, **ROBUST}),
     *[(name, {"divergence_low": 0.0, "divergence_high": 0.0}) for name in ("dppo_tv", "dppo_kl")],
     ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}),
-]
+]  # fmt: skip
 GOOD, BAD = (
     [(name, {key: x}) for name, known in SETTINGS.items() for key, (_, kind) in known.items() for x in KINDS[kind][i]]
     for i in (0, 1)
