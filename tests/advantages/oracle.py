@@ -229,9 +229,7 @@ def lambda_returns(rewards, values, gamma, lam, bootstrap):
 
 
 def n_step_returns(rewards, values, n, gamma, bootstrap):
-    length = len(rewards)
-    following = [*values, bootstrap]
-    result = []
+    length, following, result = len(rewards), [*values, bootstrap], []
     for t in range(length):
         end = min(t + n, length)
         g = math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, end))
@@ -241,8 +239,7 @@ def n_step_returns(rewards, values, n, gamma, bootstrap):
 
 def vtrace(rewards, values, log_ratios, gamma, lam, clip_rho, clip_pg_rho, bootstrap):
     length = len(rewards)
-    v, targets, above = [*values, bootstrap], [0.0] * length + [bootstrap], 0.0
-    advantages = [0.0] * length
+    v, targets, advantages, above = [*values, bootstrap], [0.0] * length + [bootstrap], [0.0] * length, 0.0
     for t in reversed(range(length)):
         ratio = math.exp(log_ratios[t])
         delta = min(ratio, clip_rho) * (rewards[t] + gamma * v[t + 1] - v[t])

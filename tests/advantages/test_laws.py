@@ -168,29 +168,20 @@ def test_running_states_go_through_json(scale: float) -> None:
 
 
 SEEN = {"count": 3, "mean": 4.0, "squares": 6.0, "lowest": 2.0, "highest": 5.0}
+NOTHING = ({**SEEN, "count": 0}, {"mean": 1.0}, {"squares": 1.0}, {"lowest": 1.0, "highest": 1.0})
+DAMAGED = {"count": (1.5, -1), "mean": (None, NAN), "squares": (-1.0, INF), "lowest": (-INF,), "highest": (INF,)}
+STATES = [({"ddof": 2}, "ddof"), ({"eps": -1.0}, "eps"), ({**SEEN, "lowest": 5.0, "highest": 2.0}, "mean")]
+STATES += [(state, "count: is 0") for state in NOTHING]
+STATES += [({**SEEN, key: bad}, f"{key}: got {bad}") for key, values in DAMAGED.items() for bad in values]
+STATES += [({**SEEN, "mean": bad}, f"mean: is {bad}, not between") for bad in (1.9, 5.1)]
+BASELINES = [(None, ": got"), ([1.0], ": got"), ({"a": "1"}, r"\['a'\]: got '1'"), ({"a": NAN}, r"\['a'\]: got nan")]
+BASELINES += [({"a": 0.0, 3: 1e151}, r"\[3\]: got 1e\+151")]
 
 
-@for_each(
-    ("kind", "state", "message"),
-    [
-        (adv.RunningNormalization, {"ddof": 2}, "ddof"),
-        (adv.RunningNormalization, {"eps": -1.0}, "eps"),
-        *[
-            (adv.RunningNormalization, state, "count: is 0")
-            for state in ({**SEEN, "count": 0}, {"mean": 1.0}, {"squares": 1.0}, {"lowest": 1.0, "highest": 1.0})
-        ],
-        *[
-            (adv.RunningNormalization, {**SEEN, key: bad}, f"{key}: got {bad}")
-            for key in SEEN
-            for bad in {"count": (1.5, -1), "mean": (None, NAN), "squares": (-1.0, INF)}.get(key, (-INF, INF))
-        ],
-        *[(adv.RunningNormalization, {**SEEN, "mean": bad}, f"mean: is {bad}, not between") for bad in (1.9, 5.1)],
-        (adv.RunningNormalization, {**SEEN, "lowest": 5.0, "highest": 2.0}, "mean"),
-        *[(adv.RunningBaseline, {"baselines": bad}, "baselines: got") for bad in (None, [1.0])],
-        *[(adv.RunningBaseline, {"baselines": {"a": bad}}, rf"baselines\['a'\]: got {bad!r}") for bad in ("1", NAN)],
-        (adv.RunningBaseline, {"baselines": {"a": 0.0, 3: 1e151}}, r"baselines\[3\]: got 1e\+151"),
-    ],
-)
+@for_each(("kind", "state", "message"), [
+    *[(adv.RunningNormalization, state, message) for state, message in STATES],
+    *[(adv.RunningBaseline, {"baselines": bad}, f"baselines{message}") for bad, message in BASELINES],
+])  # fmt: skip
 def test_damaged_states_are_refused(kind: type, state: dict[str, Any], message: str) -> None:
     """A damaged state is an error when it is loaded, not steps later."""
     with pytest.raises(ConfigError, match=rf"^({message})"):
