@@ -8,21 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable
-
-Group = list[float]
 
 
-def scored(group: Group) -> Group:
+def scored(group):
     return [r for r in group if not math.isnan(r)]
 
 
-def std(values: list[float], ddof: int) -> float:
+def std(values, ddof):
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
 
 
-def by_group(groups: list[Group], one: Callable[[Group], Callable[[float, int], float]]) -> list[Group]:
+def by_group(groups, one):
     """``one(scored rewards)`` gives the advantage of a reward from its value and its place among the scored ones."""
     result = []
     for group in groups:
@@ -36,10 +33,10 @@ def by_group(groups: list[Group], one: Callable[[Group], Callable[[float, int], 
     return result
 
 
-def grpo(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+def grpo(groups, scale="group", ddof=1, eps=1e-6):
     batch = [r for group in groups for r in scored(group)]
 
-    def one(kept: Group) -> Callable[[float, int], float]:
+    def one(kept):
         mean = statistics.fmean(kept)
         if scale == "none":
             return lambda r, _: r - mean
@@ -49,18 +46,18 @@ def grpo(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 
     return by_group(groups, one)
 
 
-def others(kept: Group, i: int) -> Group:
-    return kept[:i] + kept[i + 1 :]
+def dr_grpo(groups):
+    return grpo(groups, "none")
 
 
-def rloo(groups: list[Group]) -> list[Group]:
-    return by_group(groups, lambda kept: lambda r, i: r - statistics.fmean(others(kept, i)))
+def rloo(groups):
+    return by_group(groups, lambda kept: lambda r, i: r - statistics.fmean(kept[:i] + kept[i + 1 :]))
 
 
-def loo_std(groups: list[Group], eps: float = 1e-6) -> list[Group]:
-    def one(kept: Group) -> Callable[[float, int], float]:
-        def advantage(r: float, i: int) -> float:
-            rest = others(kept, i)
+def loo_std(groups, eps=1e-6):
+    def one(kept):
+        def advantage(r, i):
+            rest = kept[:i] + kept[i + 1 :]
             divided = len(rest) > 1 and max(rest) > min(rest)
             return (r - statistics.fmean(rest)) / (std(rest, 1) + eps if divided else 1.0)
 
@@ -69,15 +66,15 @@ def loo_std(groups: list[Group], eps: float = 1e-6) -> list[Group]:
     return by_group(groups, one)
 
 
-def maxrl(groups: list[Group]) -> list[Group]:
-    def one(kept: Group) -> Callable[[float, int], float]:
+def maxrl(groups):
+    def one(kept):
         mean = statistics.fmean(kept)
         return lambda r, _: (r - mean) / mean if mean > 0 else 0.0
 
     return by_group(groups, one)
 
 
-def gpg(groups: list[Group], count: str = "rewards", f_norm: float = 1.0) -> list[Group]:
+def gpg(groups, count="rewards", f_norm=1.0):
     if count == "rewards":
         batch = [r for group in groups for r in scored(group)]
         total, signal = len(batch), sum(r != 0 for r in batch)
@@ -88,18 +85,18 @@ def gpg(groups: list[Group], count: str = "rewards", f_norm: float = 1.0) -> lis
     return [[alpha * a / f_norm for a in row] for row in grpo(groups, "none")]
 
 
-def opmd(groups: list[Group], baseline: str = "mean", tau: float = 1.0) -> list[Group]:
+def opmd(groups, baseline="mean", tau=1.0):
     if baseline == "mean":
         return grpo(groups, "none")
 
-    def one(kept: Group) -> Callable[[float, int], float]:
+    def one(kept):
         level = tau * math.log(statistics.fmean([math.exp(r / tau) for r in kept]))
         return lambda r, _: r - level
 
     return by_group(groups, one)
 
 
-def asymre(groups: list[Group], shift: float = -0.1) -> list[Group]:
+def asymre(groups, shift=-0.1):
     result = []
     for group in groups:
         kept = scored(group)
@@ -108,21 +105,19 @@ def asymre(groups: list[Group], shift: float = -0.1) -> list[Group]:
     return result
 
 
-def rec(groups: list[Group], normalize: bool = False, ddof: int = 0, eps: float = 1e-6) -> list[Group]:
-    return grpo(groups, "group" if normalize else "none", ddof, eps)
+def rec(groups, normalize=False):
+    return grpo(groups, "group" if normalize else "none", ddof=0)
 
 
-def reinforce(groups: list[Group], normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+def reinforce(groups, normalize=False):
     batch = [r for group in groups for r in scored(group)]
-    mean, divisor = 0.0, 1.0
-    if normalize:
-        if len(batch) < 2 or max(batch) == min(batch):
-            return [[0.0 for _ in group] for group in groups]
-        mean, divisor = statistics.fmean(batch), std(batch, ddof) + eps
+    if normalize and (len(batch) < 2 or max(batch) == min(batch)):
+        return [[0.0 for _ in group] for group in groups]
+    mean, divisor = (statistics.fmean(batch), std(batch, 1) + 1e-6) if normalize else (0.0, 1.0)
     return [[0.0 if math.isnan(r) else (r - mean) / divisor for r in group] for group in groups]
 
 
-def opo(groups: list[Group], lengths: list[list[int]]) -> list[Group]:
+def opo(groups, lengths):
     result = []
     for group, counts in zip(groups, lengths, strict=True):
         pairs = [(r, n) for r, n in zip(group, counts, strict=True) if not math.isnan(r)]
@@ -133,58 +128,57 @@ def opo(groups: list[Group], lengths: list[list[int]]) -> list[Group]:
     return result
 
 
-def whiten_repeated(values: list[float], counts: list[int], ddof: int, eps: float) -> list[float]:
+def whiten_repeated(values, counts):
     everything = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
     if len(everything) < 2 or max(everything) == min(everything):
         return [0.0] * len(values)
-    mean, divisor = statistics.fmean(everything), std(everything, ddof) + eps
+    mean, divisor = statistics.fmean(everything), std(everything, 1) + 1e-6
     return [(v - mean) / divisor for v in values]
 
 
-def reinforce_pp_baseline(
-    groups: list[Group], lengths: list[list[int]], ddof: int = 1, eps: float = 1e-6
-) -> list[Group]:
-    centred = grpo(groups, "none")
-    flat = [a for row in centred for a in row]
+def reinforce_pp_baseline(groups, lengths):
+    flat = [a for row in grpo(groups, "none") for a in row]
     seen = [not math.isnan(r) for group in groups for r in group]
     counts = [n * ok for n, ok in zip([n for row in lengths for n in row], seen, strict=True)]
-    white = iter(whiten_repeated(flat, counts, ddof, eps))
+    white = iter(whiten_repeated(flat, counts))
     return [[0.0 if math.isnan(r) else a for r, a in [(r, next(white)) for r in group]] for group in groups]
 
 
-def gdpo(components: list[list[Group]], weights: list[float], ddof: int = 1, eps: float = 1e-6) -> list[Group]:
-    parts = [grpo(groups, "group", ddof, eps) for groups in components]
-    sizes = [len(group) for group in components[0]]
+def gdpo(components, weights):
+    parts = [grpo(groups) for groups in components]
     total, known = [], []
-    for g, size in enumerate(sizes):
-        for i in range(size):
+    for g, group in enumerate(components[0]):
+        for i in range(len(group)):
             total.append(math.fsum(w * part[g][i] for w, part in zip(weights, parts, strict=True)))
             known.append(any(not math.isnan(groups[g][i]) for groups in components))
-    white = iter(whiten_repeated(total, [int(k) for k in known], ddof, eps))
+    white = whiten_repeated(total, [int(k) for k in known])
     flat = iter([a * k for a, k in zip(white, known, strict=True)])
-    return [[next(flat) for _ in range(size)] for size in sizes]
+    return [[next(flat) for _ in group] for group in components[0]]
 
 
-def pass_at_k(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 1e-6) -> list[Group]:
-    def one(kept: Group) -> Callable[[float, int], float]:
+def pass_at_k(groups, scale="group", method="max_second", k=None):
+    if method == "analytic":
+        return pass_at_k_analytic(groups, k or 0)
+
+    def one(kept):
         first, second = sorted(kept, reverse=True)[:2]
-        divisor = std(kept, ddof) + eps if scale == "group" else 1.0
+        divisor = std(kept, 1) + 1e-6 if scale == "group" else 1.0
         return lambda _r, i: (first - second) / divisor if i == kept.index(first) else 0.0
 
     return by_group(groups, one)
 
 
-def pass_at_k_analytic(groups: list[Group], k: int) -> list[Group]:
+def pass_at_k_analytic(groups, k):
     """GRPO over all subsets of size k, each worth its best sample, averaged over those that hold a sample."""
 
-    def one(kept: Group) -> Callable[[float, int], float]:
+    def one(kept):
         subsets = list(itertools.combinations(range(len(kept)), k))
         best = [max(kept[i] for i in subset) for subset in subsets]
         if len(set(best)) < 2:
             return lambda _r, _i: 0.0
         mean, deviation = statistics.fmean(best), std(best, 0)
 
-        def advantage(_: float, i: int) -> float:
+        def advantage(_, i):
             return statistics.fmean([(b - mean) / deviation for b, s in zip(best, subsets, strict=True) if i in s])
 
         return advantage
@@ -192,7 +186,7 @@ def pass_at_k_analytic(groups: list[Group], k: int) -> list[Group]:
     return by_group(groups, one)
 
 
-def pkpo(groups: list[Group], k: int, baseline: str = "loo_minus_one") -> list[Group]:
+def pkpo(groups, k, baseline="loo_minus_one"):
     result = []
     for group in groups:
         kept = [i for i, r in enumerate(group) if not math.isnan(r)]
@@ -207,7 +201,7 @@ def pkpo(groups: list[Group], k: int, baseline: str = "loo_minus_one") -> list[G
     return result
 
 
-def returns(rewards: list[float], gamma: float, bootstrap: float = 0.0) -> list[float]:
+def returns(rewards, gamma, bootstrap=0.0):
     result, g = [], bootstrap
     for r in reversed(rewards):
         g = r + gamma * g
@@ -215,9 +209,7 @@ def returns(rewards: list[float], gamma: float, bootstrap: float = 0.0) -> list[
     return result[::-1]
 
 
-def gae(
-    rewards: list[float], values: list[float], gamma: float, lam: float, bootstrap: float = 0.0
-) -> tuple[list[float], list[float]]:
+def gae(rewards, values, gamma, lam, bootstrap=0.0):
     advantages, a, after = [], 0.0, bootstrap
     for r, v in zip(reversed(rewards), reversed(values), strict=True):
         a = r + gamma * after - v + gamma * lam * a
@@ -227,9 +219,7 @@ def gae(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-def lambda_returns(
-    rewards: list[float], values: list[float], gamma: float, lam: float, bootstrap: float
-) -> list[float]:
+def lambda_returns(rewards, values, gamma, lam, bootstrap):
     result, g, after = [], bootstrap, bootstrap
     for r, v in zip(reversed(rewards), reversed(values), strict=True):
         g = r + gamma * ((1 - lam) * after + lam * g)
@@ -238,10 +228,8 @@ def lambda_returns(
     return result[::-1]
 
 
-def n_step_returns(rewards: list[float], values: list[float], n: int, gamma: float, bootstrap: float) -> list[float]:
-    length = len(rewards)
-    following = [*values, bootstrap]
-    result = []
+def n_step_returns(rewards, values, n, gamma, bootstrap):
+    length, following, result = len(rewards), [*values, bootstrap], []
     for t in range(length):
         end = min(t + n, length)
         g = math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, end))
@@ -249,19 +237,9 @@ def n_step_returns(rewards: list[float], values: list[float], n: int, gamma: flo
     return result
 
 
-def vtrace(
-    rewards: list[float],
-    values: list[float],
-    log_ratios: list[float],
-    gamma: float,
-    lam: float,
-    clip_rho: float,
-    clip_pg_rho: float,
-    bootstrap: float,
-) -> tuple[list[float], list[float]]:
+def vtrace(rewards, values, log_ratios, gamma, lam, clip_rho, clip_pg_rho, bootstrap):
     length = len(rewards)
-    v, targets, above = [*values, bootstrap], [0.0] * length + [bootstrap], 0.0
-    advantages = [0.0] * length
+    v, targets, advantages, above = [*values, bootstrap], [0.0] * length + [bootstrap], [0.0] * length, 0.0
     for t in reversed(range(length)):
         ratio = math.exp(log_ratios[t])
         delta = min(ratio, clip_rho) * (rewards[t] + gamma * v[t + 1] - v[t])

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one mem
 PAIRS = {"gae": ("advantages", "returns"), "vtrace": ("advantages", "targets")}
 
 
-@each_case(
-    [*cases("advantages_group"), *cases("advantages_time"), *cases("advantages_tokens"), *cases("token_weights")]
-)
+FAMILIES = ("advantages_group", "advantages_time", "advantages_tokens", "token_weights")
+
+
+@each_case([case for family in FAMILIES for case in cases(family)])
 def test_reference_values(case: Case) -> None:
     """An estimator gives what the independent reference and the peers named in ``source`` give."""
     function = case.find("rlkit.advantages")
@@ -30,10 +31,9 @@ def test_reference_values(case: Case) -> None:
     assert_close(result, case.expected["value"])
 
 
-@pytest.mark.parametrize("family", ["advantages_group", "advantages_time", "advantages_tokens", "token_weights"])
-def test_registered(family: str) -> None:
+def test_registered() -> None:
     """Every function that has reference values is public, and registered under its name where it is an estimator."""
-    for name in {case.function for case in golden.load(family)}:
+    for name in {case.function for family in FAMILIES for case in golden.load(family)}:
         assert name in advantages.__all__
         assert name == "by_group" or advantages.registry[name] is getattr(advantages, name)
 

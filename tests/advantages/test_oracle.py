@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import rlkit.advantages as adv
 from tests.advantages import oracle
@@ -15,14 +14,14 @@ from tests.golden import assert_close
 NAN = float("nan")
 
 
-def batch(seed: int, *, binary: bool = False, positive: bool = False, low: int = 1) -> list[list[float]]:
-    """Groups of different sizes; some constant, some with unscored rewards, some with ties."""
+def batch(seed: int, *, kind: str = "any", low: int = 1) -> list[list[float]]:
+    """Return groups of different sizes: some are constant, some have unscored rewards, some have ties."""
     rng = np.random.default_rng(seed)
     groups: list[list[float]] = []
     for _ in range(12):
         size = int(rng.integers(low, 9))
-        rewards = rng.integers(0, 2, size).astype(float) if binary else rng.normal(size=size).round(1)
-        rewards = np.abs(rewards) if positive else rewards
+        rewards = rng.integers(0, 2, size).astype(float) if kind == "binary" else rng.normal(size=size).round(1)
+        rewards = np.abs(rewards) if kind == "positive" else rewards
         if rng.random() < 0.2:
             rewards[:] = rewards[0]
         rewards[rng.random(size) < (0.2 if rng.random() < 0.5 else 0.0)] = NAN
@@ -30,131 +29,73 @@ def batch(seed: int, *, binary: bool = False, positive: bool = False, low: int =
     return groups
 
 
-def lengths_of(groups: list[list[float]], seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed + 1000)
-    return [rng.integers(0, 6, len(group)).tolist() for group in groups]
-
-
-PLAIN: list[tuple[str, dict[str, Any]]] = [
-    ("grpo", {}),
-    ("grpo", {"ddof": 0, "eps": 0.0}),
-    ("grpo", {"scale": "batch"}),
-    ("grpo", {"scale": "none"}),
-    ("rloo", {}),
-    ("loo_std", {}),
-    ("loo_std", {"eps": 0.0}),
-    ("gpg", {}),
-    ("gpg", {"count": "groups", "f_norm": 2.0}),
-    ("opmd", {}),
-    ("opmd", {"baseline": "logavgexp", "tau": 0.7}),
-    ("asymre", {}),
-    ("asymre", {"shift": 0.3}),
-    ("rec", {}),
-    ("rec", {"normalize": True}),
-    ("reinforce", {}),
-    ("reinforce", {"normalize": True}),
-    ("pass_at_k", {}),
-    ("pass_at_k", {"scale": "none"}),
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # estimator, settings, how the batch is drawn
+    *[("grpo", settings, {}) for settings in ({}, {"ddof": 0, "eps": 0.0}, {"scale": "batch"}, {"scale": "none"})],
+    *[(name, {}, {}) for name in ("dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "rec", "reinforce")],
+    *[("rec", {"normalize": True}, {}), ("reinforce", {"normalize": True}, {}), ("loo_std", {"eps": 0.0}, {})],
+    *[("gpg", {"count": "groups", "f_norm": 2.0}, {}), ("opmd", {"baseline": "logavgexp", "tau": 0.7}, {})],
+    *[("asymre", {"shift": 0.3}, {}), ("pass_at_k", {}, {}), ("pass_at_k", {"scale": "none"}, {})],
+    *[
+        ("opo", {"lengths": ...}, {}),
+        ("reinforce_pp_baseline", {"lengths": ...}, {}),
+        ("maxrl", {}, {"kind": "positive"}),
+    ],
+    *[("pass_at_k", {"method": "analytic", "k": k}, {"kind": "binary", "low": 3}) for k in (1, 2, 3)],
+    *[("pkpo", {"k": k, "baseline": "none"}, {"low": k}) for k in (1, 3)],
+    *[("pkpo", {"k": k, "baseline": "loo_minus_one"}, {"low": k}) for k in (2, 4)],
 ]
 
 
 @for_each("seed", range(4))
-@for_each(("name", "settings"), PLAIN, ids=[f"{n}-{'-'.join(map(str, s.values()))}" for n, s in PLAIN])
-def test_group_estimators(name: str, settings: dict[str, Any], seed: int) -> None:
-    """Group estimators equal the loops, for groups of any size and with unscored rewards."""
-    groups = batch(seed)
+@for_each(("name", "settings", "drawn"), CASES)
+def test_group_estimators(name: str, settings: dict[str, Any], drawn: dict[str, Any], seed: int) -> None:
+    """Group estimators equal the loops for groups of any size, with ties, constants and unscored rewards."""
+    groups = batch(seed, **drawn)
+    if "lengths" in settings:
+        rng = np.random.default_rng(seed + 1000)
+        settings = {"lengths": [rng.integers(0, 6, len(group)).tolist() for group in groups]}
     assert_close(adv.registry[name](groups, **settings), getattr(oracle, name)(groups, **settings), rtol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_dr_grpo_is_grpo_without_division(seed: int) -> None:
-    """dr_grpo centres and does nothing else."""
-    assert_close(adv.dr_grpo(batch(seed)), oracle.grpo(batch(seed), "none"), rtol=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_maxrl(seed: int) -> None:
-    """maxrl equals the loop for rewards >= 0."""
-    groups = batch(seed, positive=True)
-    assert_close(adv.maxrl(groups), oracle.maxrl(groups), rtol=1e-9)
-
-
 @for_each("seed", range(4))
-@for_each("name", ["opo", "reinforce_pp_baseline"])
-def test_weighted_by_length(name: str, seed: int) -> None:
-    """Estimators that take lengths count a sample once per token, and empty or unscored samples not at all."""
-    groups = batch(seed)
-    lengths = lengths_of(groups, seed)
-    assert_close(adv.registry[name](groups, lengths=lengths), getattr(oracle, name)(groups, lengths), rtol=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(4))
 def test_gdpo(seed: int) -> None:
     """gdpo normalises each component by itself, adds them up and normalises the batch; unscored parts add nothing."""
-    groups = batch(seed)
-    rng = np.random.default_rng(seed)
+    groups, rng = batch(seed), np.random.default_rng(seed)
     other = [[NAN if rng.random() < 0.1 else float(rng.normal()) for _ in group] for group in groups]
     result = adv.gdpo([groups, other], weights=[1.0, 0.3])
     assert_close(result, oracle.gdpo([groups, other], [1.0, 0.3]), rtol=1e-9)
 
 
-@for_each("k", [1, 2, 3])
-@for_each("seed", range(3))
-def test_pass_at_k_analytic(seed: int, k: int) -> None:
-    """The closed form equals GRPO over all subsets, written out."""
-    groups = batch(seed, binary=True, low=3)
-    expected = oracle.pass_at_k_analytic(groups, k)
-    assert_close(adv.pass_at_k(groups, method="analytic", k=k), expected, rtol=1e-9)
-
-
-@for_each(("baseline", "k"), [("none", 1), ("none", 3), ("loo_minus_one", 2), ("loo_minus_one", 4)])
-@for_each("seed", range(3))
-def test_pkpo(seed: int, baseline: str, k: int) -> None:
-    """pkpo equals the sum over all subsets, written out."""
-    groups = batch(seed, low=k)
-    assert_close(adv.pkpo(groups, k=k, baseline=baseline), oracle.pkpo(groups, k, baseline), rtol=1e-9)
-
-
 def rows(seed: int) -> list[list[float]]:
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=int(rng.integers(1, 40))).tolist() for _ in range(7)]
-
-
-def like(nested: list[list[float]], seed: int) -> list[list[float]]:
-    rng = np.random.default_rng(seed + 77)
-    return [rng.normal(size=len(row)).tolist() for row in nested]
+    """Return seven rows of the same lengths for every seed."""
+    lengths, rng = np.random.default_rng(0).integers(1, 40, size=7), np.random.default_rng(seed + 1)
+    return [rng.normal(size=n).tolist() for n in lengths]
 
 
 @for_each("gamma", [0.0, 0.3, 0.99, 1.0])
-@for_each("seed", range(3))
-def test_returns(seed: int, gamma: float) -> None:
-    """Discounted returns and everything built on them equal the backward loops."""
-    r, v, boot = rows(seed), like(rows(seed), 1), like([[0.0] * 7], seed)[0]
-    trio = list(zip(r, v, boot, strict=True))
-    assert_close(
-        adv.discounted_returns(r, gamma=gamma, bootstrap_value=boot), [oracle.returns(x, gamma, b) for x, _, b in trio]
-    )
-    for lam in (0.0, 0.5, 1.0):
-        found = adv.gae(r, values=v, gamma=gamma, lam=lam, bootstrap_value=boot)
-        wanted = [oracle.gae(x, y, gamma, lam, b) for x, y, b in trio]
-        assert_close(found[0], [a for a, _ in wanted])
-        assert_close(found[1], [g for _, g in wanted])
-        assert_close(
-            adv.lambda_returns(r, values=v, gamma=gamma, lam=lam, bootstrap_value=boot),
-            [oracle.lambda_returns(x, y, gamma, lam, b) for x, y, b in trio],
-        )
+def test_returns(gamma: float) -> None:
+    """Discounted returns and what is built on them equal the backward loops; each trajectory may have its lambda."""
+    r, v, boot = rows(0), rows(1), [row[0] for row in rows(2)]
+    given = {"gamma": gamma, "bootstrap_value": boot}
+    found = adv.discounted_returns(r, **given)
+    assert_close(found, [oracle.returns(x, gamma, b) for x, b in zip(r, boot, strict=True)])
+    for lam in (0.0, 0.5, 1.0, adv.length_adaptive_lambda([len(row) for row in r], alpha=0.3)):
+        trio = list(zip(r, v, np.broadcast_to(lam, 7).tolist(), boot, strict=True))
+        wanted = [oracle.gae(x, y, gamma, each, b) for x, y, each, b in trio]
+        advantages, targets = adv.gae(r, values=v, lam=lam, **given)
+        assert_close(advantages, [a for a, _ in wanted])
+        assert_close(targets, [g for _, g in wanted])
+        found = adv.lambda_returns(r, values=v, lam=lam, **given)
+        assert_close(found, [oracle.lambda_returns(x, y, gamma, each, b) for x, y, each, b in trio])
     for n in (1, 2, 3, 7, 100):
-        assert_close(
-            adv.n_step_returns(r, values=v, n=n, gamma=gamma, bootstrap_value=boot),
-            [oracle.n_step_returns(x, y, n, gamma, b) for x, y, b in trio],
-        )
+        found = adv.n_step_returns(r, values=v, n=n, **given)
+        assert_close(found, [oracle.n_step_returns(x, y, n, gamma, b) for x, y, b in zip(r, v, boot, strict=True)])
 
 
 @for_each("gamma", [0.0, 0.9, 1.0])
 @for_each(("lam", "rho", "pg"), [(1.0, 1.0, 1.0), (0.5, 2.0, 1.5), (0.0, 0.5, 3.0)])
 def test_vtrace(gamma: float, lam: float, rho: float, pg: float) -> None:
-    """V-trace equals the backward loop."""
-    r, v, w, boot = rows(5), like(rows(5), 1), like(rows(5), 2), like([[0.0] * 7], 5)[0]
+    r, v, w, boot = rows(0), rows(1), rows(2), [row[0] for row in rows(3)]
     settings = {"gamma": gamma, "lam": lam, "clip_rho": rho, "clip_pg_rho": pg}
     found = adv.vtrace(r, values=v, log_ratios=w, bootstrap_value=boot, **settings)
     wanted = [oracle.vtrace(x, y, z, gamma, lam, rho, pg, b) for x, y, z, b in zip(r, v, w, boot, strict=True)]
@@ -162,17 +103,9 @@ def test_vtrace(gamma: float, lam: float, rho: float, pg: float) -> None:
     assert_close(found[1], [t for _, t in wanted])
 
 
-def test_lam_per_trajectory() -> None:
-    """gae takes one lam for each trajectory, as length_adaptive_lambda gives them."""
-    r, v = rows(1), like(rows(1), 1)
-    lams = adv.length_adaptive_lambda([len(row) for row in r], alpha=0.3)
-    found, _ = adv.gae(r, values=v, lam=lams, gamma=0.9)
-    assert_close(found, [oracle.gae(x, y, 0.9, lam, 0.0)[0] for x, y, lam in zip(r, v, lams.tolist(), strict=True)])
-
-
 def test_token_functions() -> None:
     """Token functions equal their formulas."""
-    q, t = ([[-abs(x) for x in row] for row in like(rows(2), seed)] for seed in (3, 4))
+    q, t = ([[-abs(x) for x in row] for row in rows(seed)] for seed in (3, 4))
     flat = np.concatenate(q) - np.concatenate(t)
     k3 = np.concatenate(adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="k3"))
     rounding = {"rtol": 1e-9, "atol": 4e-15}  # of terms near 1 that cancel one another
@@ -194,3 +127,5 @@ def test_token_functions() -> None:
     np.testing.assert_allclose(found, -1.5 * terms, **rounding)
     found = np.concatenate(adv.jsd_gradient(teacher_logprobs=t, sampling_logprobs=q, beta=0.2, coef=1.5))
     np.testing.assert_allclose(found, -1.5 * 0.8 * (np.concatenate(q) - mixture), **rounding)
+    for end in (0.0, 1.0):  # where the mixture is one of the two
+        np.testing.assert_array_equal(np.concatenate(adv.jsd(teacher_logprobs=t, sampling_logprobs=q, beta=end)), 0.0)

@@ -14,57 +14,42 @@ PAIRS = ("dpo", "orpo", "cpo", "simpo")
 BATCHES = ("clip_cov", "kl_cov")
 NAMES = sorted(name for name in losses.__all__ if name in registry)
 SCALARS = ("expert", "mu", "desirable", "kl_coef", "entropy_coef")
-# Settings that take every branch of every loss; the empty ones are the defaults.
-VARIANTS = [
+VARIANTS = [  # settings that take every branch of every loss; the empty ones are the defaults
     *[(name, {}) for name in NAMES],
-    ("ppo", {"dual_clip": 1.3}),
-    ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}),
-    ("decoupled_ppo", {"behaviour_cap": 1.1}),
-    ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ("ppo", {"dual_clip": 1.3}), ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}),
+    ("decoupled_ppo", {"behaviour_cap": 1.1}), ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "unified_mask": True}),
     *[(n, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}) for n in ("gspo", "gspo_token", "luspo")],
     ("gmpo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.1}),
     ("dppo_tv", {"divergence_low": 0.02, "divergence_high": 0.05, "ratio_cap": 1.2}),
     ("dppo_tv", {"divergence_low": 0.02, "divergence_high": 0.05, "squared_coef": 0.3}),
     ("dppo_kl", {"divergence_low": 0.005, "divergence_high": 0.01, "ratio_cap": 1.2}),
-    ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6}),
-    ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6, "detached": True}),
-    ("topr", {"threshold": 0.5}),
-    ("opsm", {"dual_clip": 1.05}),
-    ("mix", {"dual_clip": 1.05}),
+    ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6}), ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6, "detached": True}),
+    ("topr", {"threshold": 0.5}), ("opsm", {"dual_clip": 1.05}), ("mix", {"dual_clip": 1.05}),
     ("vespo", {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 0.7, "lambda_neg": 2.5}),
-    ("opsm", {"delta": 0.0}),
-    ("opsm", {"delta": 0.02}),
-    ("opmd", {"tau": 0.3}),
+    ("opsm", {"delta": 0.0}), ("opsm", {"delta": 0.02}), ("opmd", {"tau": 0.3}),
     ("rec", {"clip_mode": "one-side", "weight": "importance_sampling"}),
     ("rec", {"clip_mode": "two-side", "weight": "advantage", "temperature": 2.0, "regularizer": "k2"}),
     ("rec", {"clip_mode": "two-side", "regularizer": "k2", "regularizer_coef": 0.3}),
     ("rec", {"clip_mode": "ring", "ring_low_threshold": 0.75, "ring_high_threshold": 1.3}),
     ("rec", {"clip_mode": "one-side", "regularizer": "forward-kl", "regularizer_coef": 0.2}),
-    ("clip_cov", {"fraction": 1.0, "cov_low": 0.1, "cov_high": 1.0}),
-    ("kl_cov", {"fraction": 0.3, "coef": 0.5}),
-    ("mix", {"phi": True}),
-    ("topk_jsd", {"beta": 0.2}),
+    ("clip_cov", {"fraction": 1.0, "cov_low": 0.1, "cov_high": 1.0}), ("kl_cov", {"fraction": 0.3, "coef": 0.5}),
+    ("mix", {"phi": True}), ("topk_jsd", {"beta": 0.2}),
     *[("dpo", {"form": form}) for form in ("hinge", "ipo", "apo_zero", "apo_down")],
-    ("dpo", {"form": "robust", "label_smoothing": 0.2}),
-    ("dpo", {"label_smoothing": 0.2, "beta": 1.5}),
-    ("dpo", {"form": "hinge", "beta": 2.0}),
+    ("dpo", {"form": "robust", "label_smoothing": 0.2}), ("dpo", {"label_smoothing": 0.2, "beta": 1.5}),
+    ("dpo", {"form": "hinge", "beta": 2.0}), ("cpo", {"alpha": 0.5, "label_smoothing": 0.1}),
     ("kto", {"beta": 0.5, "desirable_weight": 0.7, "undesirable_weight": 1.4, "kl": 0.3}),
-    ("cpo", {"alpha": 0.5, "label_smoothing": 0.1}),
-    ("value_clipped", {"clip": 0.6}),
-    ("value_huber", {"delta": 0.7}),
-]
-COMPOSED = {
-    "ppo+k3": with_kl("ppo", 0.3),
-    "gspo+straight_through": with_kl("gspo", 0.3, "straight_through"),
-    "cross_entropy+ratio_corrected": with_kl("cross_entropy", 0.3, "ratio_corrected"),
-    "dro+clamped": with_kl("dro", "kl_coef", "clamped"),
-    "simpo+k2": with_kl("simpo", 0.3, "k2"),
-    "kl_cov+abs": with_kl("kl_cov", 0.3, "abs"),
-    "ppo+entropy": with_entropy("ppo", 0.2),
-    "reinforce+k1+entropy": with_entropy(with_kl("reinforce", 0.3, "k1"), "entropy_coef"),
-    "kl_cov+entropy": with_entropy("kl_cov", 0.2),
-}
+    ("value_clipped", {"clip": 0.6}), ("value_huber", {"delta": 0.7}),
+]  # fmt: skip
+TERMS = {  # loss, estimator and coefficient of its KL term, coefficient of its entropy; a coefficient may be an input
+    "ppo+k3": ("ppo", "k3", 0.3, None), "gspo+straight_through": ("gspo", "straight_through", 0.3, None),
+    "cross_entropy+ratio_corrected": ("cross_entropy", "ratio_corrected", 0.3, None),
+    "dro+clamped": ("dro", "clamped", "kl_coef", None), "simpo+k2": ("simpo", "k2", 0.3, None),
+    "kl_cov+abs": ("kl_cov", "abs", 0.3, None), "ppo+entropy": ("ppo", None, None, 0.2),
+    "reinforce+k1+entropy": ("reinforce", "k1", 0.3, "entropy_coef"), "kl_cov+entropy": ("kl_cov", None, None, 0.2),
+}  # fmt: skip
+COMPOSED = {title: with_kl(name, coef, kl) if kl else name for title, (name, kl, coef, _) in TERMS.items()}
+COMPOSED |= {title: with_entropy(loss, TERMS[title][3]) for title, loss in COMPOSED.items() if TERMS[title][3]}
 ALL = {**{name: name for name in NAMES}, **COMPOSED}
 
 
@@ -77,7 +62,7 @@ def tensors(values, dtype=torch.float64):
 
 
 def call(loss, driver, inputs, settings=None, dtype=torch.float64):
-    """Value, gradients and entropy's gradients of a loss as `prepare` calls it, but one call per datum and float64.
+    """Return value, gradients and entropy's gradients of a loss called as `prepare` does, per datum and in float64.
 
     ``driver`` is one array per datum; ``inputs`` maps names to one array per datum, "entropy" among them.
     """
@@ -89,15 +74,12 @@ def call(loss, driver, inputs, settings=None, dtype=torch.float64):
     for entropy in arguments.get("entropy", []):
         entropy.requires_grad_()
     arguments[prepared.driver] = leaves
-    calls = {
-        "datum": [slice(i, i + 1) for i in range(len(leaves))],
-        "pair": [slice(i, i + 2) for i in range(0, len(leaves), 2)],
-        "batch": [slice(None)],
-    }[prepared.level]
+    size = {"datum": 1, "pair": 2, "batch": len(leaves)}[prepared.level]
     shape = {"datum": lambda part: part[0], "pair": tuple, "batch": list}[prepared.level]
     total = torch.zeros((), dtype=dtype)
-    for part in calls:
-        result = prepared.function(**{k: shape(v[part]) for k, v in arguments.items()}, **prepared.settings)
+    for i in range(0, len(leaves), size):
+        part = {name: shape(values[i : i + size]) for name, values in arguments.items()}
+        result = prepared.function(**part, **prepared.settings)
         total = total + (result[0] if isinstance(result, tuple) else result)
     sources = [*leaves, *arguments.get("entropy", [])]
     gradients = torch.autograd.grad(total, sources, allow_unused=True)
@@ -106,14 +88,14 @@ def call(loss, driver, inputs, settings=None, dtype=torch.float64):
 
 
 def needs(loss, settings=None, *, optional=("weights", "mu", "target_tokens")):
-    """Names of the inputs of a loss: those it needs, and these optional ones where it has them."""
+    """Return the driver of a loss, and its inputs: those it needs, and these optional ones if it has them."""
     prepared = prepare(loss, settings)
     extra = ("entropy",) if prepared.entropy else ()
     return prepared.driver, (*prepared.inputs, *(name for name in prepared.optional if name in optional), *extra)
 
 
 def example(loss, rng, sizes=(5, 3, 1, 6), *, spread=0.3, **options):
-    """Made-up driver and inputs for a loss, one array per datum."""
+    """Return a made-up driver and inputs for a loss, one array per datum."""
     driver_name, names = needs(loss, **options)
     wide = driver_name == "target_logprobs"
     driver, inputs = [], {name: [] for name in names}
@@ -147,7 +129,7 @@ def example(loss, rng, sizes=(5, 3, 1, 6), *, spread=0.3, **options):
 
 
 def datums(driver, inputs, *, prompt=2):
-    """Datums that carry these inputs behind a prompt, and the driver as float32 tensors."""
+    """Return datums with these inputs after a prompt, and the driver as float32 tensors."""
     data = []
     for i, x in enumerate(driver):
         n = len(x)
@@ -158,7 +140,7 @@ def datums(driver, inputs, *, prompt=2):
 
 
 def gradient(loss, driver, inputs):
-    """What a backend gets of a loss, by name, as a function or prepared: checked, tried out, float32."""
+    """Return what a backend gets of a loss, by name, as a function or prepared: checked, tried out, in float32."""
     prepared = loss if isinstance(loss, PreparedLoss) else prepare(loss)
     data, leaves = datums(driver, inputs)
     prepared.check(data)
@@ -168,7 +150,7 @@ def gradient(loss, driver, inputs):
 
 
 def close(a, b, tolerance=1e-5):
-    """Two gradients of a loss are the same."""
+    """Assert that two gradients of a loss are the same."""
     assert a.value == pytest.approx(b.value, rel=tolerance, abs=tolerance)
     for x, y in zip([*a.driver, *(a.entropy or [])], [*b.driver, *(b.entropy or [])], strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

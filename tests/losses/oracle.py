@@ -34,17 +34,21 @@ def softplus(z):
     return max(z, 0.0) + math.log1p(math.exp(-abs(z)))
 
 
+def at_token(d, t):
+    return {name: value[t] if isinstance(value, list) else value for name, value in d.items()}
+
+
 def tokens(term):
-    """A loss over one datum from the loss of one token."""
+    """Return a loss over one datum from the loss of one token, whose inputs are numbers."""
 
     def total(x, at, d, s):
-        return math.fsum(weight(d, t) * term(t, x, at, d, s) for t in range(len(x)))
+        return math.fsum(weight(d, t) * term(x[t], at[t], at_token(d, t), s) for t in range(len(x)))
 
     return total
 
 
-def ratio(lp, d, t, anchor="sampling_logprobs"):
-    return math.exp(lp - d[anchor][t])
+def ratio(lp, d):
+    return math.exp(lp - d["sampling_logprobs"])
 
 
 def clipped(r, a, s):
@@ -55,206 +59,154 @@ def dual_clipped(r, a, s):
     return min(clipped(r, a, s), -s["dual_clip"] * a) if s["dual_clip"] and a < 0 else clipped(r, a, s)
 
 
-@tokens
-def reinforce(t, x, at, d, s):
-    return -d["advantages"][t] * x[t]
+reinforce = tokens(lambda lp, at, d, s: -d["advantages"] * lp)
+opmd = tokens(lambda lp, at, d, s: -d["advantages"] * lp / (1 + s["tau"]))
+importance_sampling = tokens(lambda lp, at, d, s: -ratio(lp, d) * d["advantages"])
+ppo = tokens(lambda lp, at, d, s: dual_clipped(ratio(lp, d), d["advantages"], s))
+dro = tokens(lambda lp, at, d, s: -d["advantages"] * lp + s["beta"] / 2 * (lp - d["sampling_logprobs"]) ** 2)
+cross_entropy = tokens(lambda lp, at, d, s: -lp)
+sft_is = tokens(lambda lp, at, d, s: -math.exp(at) * lp)
+sft_phi = tokens(lambda lp, at, d, s: -math.exp(at) * (1 - math.exp(at)) * lp)
 
 
 @tokens
-def opmd(t, x, at, d, s):
-    return -d["advantages"][t] * x[t] / (1 + s["tau"])
-
-
-@tokens
-def importance_sampling(t, x, at, d, s):
-    return -ratio(x[t], d, t) * d["advantages"][t]
-
-
-@tokens
-def ppo(t, x, at, d, s):
-    return dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
-
-
-@tokens
-def decoupled_ppo(t, x, at, d, s):
-    b = math.exp(d["old_logprobs"][t] - d["sampling_logprobs"][t])
+def decoupled_ppo(lp, at, d, s):
+    b = math.exp(d["old_logprobs"] - d["sampling_logprobs"])
     b = b if s["behaviour_cap"] is None else min(b, s["behaviour_cap"])
-    return b * clipped(ratio(x[t], d, t, "old_logprobs"), d["advantages"][t], s)
+    return b * clipped(math.exp(lp - d["old_logprobs"]), d["advantages"], s)
+
+
+@tokens
+def cispo(lp, at, d, s):
+    r, a, low, high = ratio(at, d), d["advantages"], s["clip_low_threshold"], s["clip_high_threshold"]
+    if s["unified_mask"] and ((a > 0 and r > high) or (a < 0 and r < low)):
+        return 0.0
+    return -clip(r, low, high) * a * lp
+
+
+def log_ratios(x, d):
+    return [lp - q for lp, q in zip(x, d["sampling_logprobs"], strict=True)]
 
 
 def opsm(x, at, d, s):
-    drift = mean([d["sampling_logprobs"][t] - at[t] for t in range(len(x))])
-    return math.fsum(
-        weight(d, t) * dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
-        for t in range(len(x))
-        if d["advantages"][t] >= 0 or drift <= s["delta"]
-    )
-
-
-@tokens
-def cispo(t, x, at, d, s):
-    r, a, low, high = ratio(at[t], d, t), d["advantages"][t], s["clip_low_threshold"], s["clip_high_threshold"]
-    if s["unified_mask"] and ((a > 0 and r > high) or (a < 0 and r < low)):
-        return 0.0
-    return -clip(r, low, high) * a * x[t]
+    near = -mean(log_ratios(at, d)) <= s["delta"]
+    kept = {**d, "weights": [weight(d, t) * (near or a >= 0) for t, a in enumerate(d["advantages"])]}
+    return ppo(x, at, kept, s)
 
 
 def gspo(x, at, d, s):
-    r = math.exp(mean([x[t] - d["sampling_logprobs"][t] for t in range(len(x))]))
-    return math.fsum(weight(d, t) * clipped(r, d["advantages"][t], s) for t in range(len(x)))
+    r = math.exp(mean(log_ratios(x, d)))
+    return tokens(lambda lp, at, d, s: clipped(r, d["advantages"], s))(x, at, d, s)
 
 
 luspo = gspo
 
 
 def gspo_token(x, at, d, s):
-    r = math.exp(mean([at[t] - d["sampling_logprobs"][t] for t in range(len(x))]))
-    return math.fsum(weight(d, t) * clipped(r * math.exp(x[t] - at[t]), d["advantages"][t], s) for t in range(len(x)))
+    r = math.exp(mean(log_ratios(at, d)))
+    return tokens(lambda lp, at, d, s: clipped(r * math.exp(lp - at), d["advantages"], s))(x, at, d, s)
 
 
 def gmpo(x, at, d, s):
-    logs = []
-    for t in range(len(x)):
-        r = ratio(x[t], d, t)
-        positive = d["advantages"][t] >= 0
-        logs.append(math.log(min(r, s["clip_high_threshold"]) if positive else max(r, s["clip_low_threshold"])))
-    product = math.prod(math.exp(value) for value in logs) ** (1 / len(x))
-    return -product * math.fsum(weight(d, t) * d["advantages"][t] for t in range(len(x)))
+    low, high = math.log(s["clip_low_threshold"]), math.log(s["clip_high_threshold"])
+    pairs = zip(log_ratios(x, d), d["advantages"], strict=True)
+    r = math.exp(mean([min(log, high) if a >= 0 else max(log, low) for log, a in pairs]))
+    return tokens(lambda lp, at, d, s: -r * d["advantages"])(x, at, d, s)
+
+
+def vespo(x, at, d, s):
+    r = math.prod(map(math.exp, log_ratios(at, d)))
+    up, down = (r ** s[f"k_{side}"] * math.exp(s[f"lambda_{side}"] * (1 - r)) for side in ("pos", "neg"))
+    return tokens(lambda lp, at, d, s: -(up if d["advantages"] >= 0 else down) * d["advantages"] * lp)(x, at, d, s)
 
 
 @tokens
-def sapo(t, x, at, d, s):
-    a = d["advantages"][t]
-    tau = s["tau_pos"] if a > 0 else s["tau_neg"]
-    if s["detached"]:
-        return -4 / tau * sigmoid(tau * (ratio(at[t], d, t) - 1)) * a * x[t]
-    return -4 / tau * sigmoid(tau * (ratio(x[t], d, t) - 1)) * a
+def sapo(lp, at, d, s):
+    tau = s["tau_pos"] if d["advantages"] > 0 else s["tau_neg"]
+    gate = 4 / tau * sigmoid(tau * (ratio(at if s["detached"] else lp, d) - 1))
+    return -gate * d["advantages"] * (lp if s["detached"] else 1.0)
 
 
 @tokens
-def vespo(t, x, at, d, s):
-    a = d["advantages"][t]
-    w = math.prod(ratio(at[u], d, u) for u in range(len(x)))
-    k, lam = (s["k_pos"], s["lambda_pos"]) if a >= 0 else (s["k_neg"], s["lambda_neg"])
-    return -(w**k) * math.exp(lam * (1 - w)) * a * x[t]
-
-
-@tokens
-def dppo_tv(t, x, at, d, s):
-    a, p, q = d["advantages"][t], math.exp(at[t]), math.exp(d["sampling_logprobs"][t])
-    pull = s["squared_coef"] * (x[t] - d["sampling_logprobs"][t]) ** 2
-    if (a > 0 and p - q > s["divergence_high"]) or (a <= 0 and q - p > s["divergence_low"]):
+def dppo_tv(lp, at, d, s):
+    a, moved = d["advantages"], math.exp(at) - math.exp(d["sampling_logprobs"])
+    pull = s["squared_coef"] * (lp - d["sampling_logprobs"]) ** 2
+    if (a > 0 and moved > s["divergence_high"]) or (a <= 0 and -moved > s["divergence_low"]):
         return pull
-    return pull - min(p / q, s["ratio_cap"]) * a * x[t]
+    return pull - min(ratio(at, d), s["ratio_cap"]) * a * lp
 
 
 @tokens
-def dppo_kl(t, x, at, d, s):
-    a, p, q = d["advantages"][t], math.exp(at[t]), math.exp(d["sampling_logprobs"][t])
+def dppo_kl(lp, at, d, s):
+    a, p, q = d["advantages"], math.exp(at), math.exp(d["sampling_logprobs"])
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     if (a > 0 and p > q and kl > s["divergence_high"]) or (a <= 0 and p < q and kl > s["divergence_low"]):
         return 0.0
-    return -min(p / q, s["ratio_cap"]) * a * x[t]
+    return -min(p / q, s["ratio_cap"]) * a * lp
 
 
 @tokens
-def dro(t, x, at, d, s):
-    return -(d["advantages"][t] * x[t] - s["beta"] / 2 * (x[t] - d["sampling_logprobs"][t]) ** 2)
+def topr(lp, at, d, s):
+    return -(1.0 if d["advantages"] > s["threshold"] else clip(ratio(at, d), 0, 1)) * d["advantages"] * lp
 
 
 @tokens
-def topr(t, x, at, d, s):
-    a = d["advantages"][t]
-    return -(1.0 if a > s["threshold"] else clip(ratio(at[t], d, t), 0, 1)) * a * x[t]
+def sppo(lp, at, d, s):
+    inside = s["clip_low_threshold"] <= ratio(at, d) <= s["clip_high_threshold"]
+    return -d["advantages"] * (lp - d["sampling_logprobs"]) if inside else 0.0
 
 
 @tokens
-def sppo(t, x, at, d, s):
-    inside = s["clip_low_threshold"] <= ratio(at[t], d, t) <= s["clip_high_threshold"]
-    return -d["advantages"][t] * (x[t] - d["sampling_logprobs"][t]) if inside else 0.0
-
-
-@tokens
-def rec(t, x, at, d, s):
-    a, r, low, high = d["advantages"][t], ratio(at[t], d, t), s["clip_low_threshold"], s["clip_high_threshold"]
+def rec(lp, at, d, s):
+    a, r, low, high = d["advantages"], ratio(at, d), s["clip_low_threshold"], s["clip_high_threshold"]
+    far = (a >= 0 and r <= s["ring_low_threshold"]) or (a <= 0 and r >= s["ring_high_threshold"])
     kept = {
         "none": True,
         "two-side": low <= r <= high,
         "one-side": (a >= 0 and r <= high) or (a <= 0 and r >= low),
-        "ring": low <= r <= high
-        or (a >= 0 and r <= s["ring_low_threshold"])
-        or (a <= 0 and r >= s["ring_high_threshold"]),
+        "ring": low <= r <= high or far,
     }[s["clip_mode"]]
     factor = {"none": 1.0, "importance_sampling": r, "advantage": math.exp(a / s["temperature"])}[s["weight"]]
-    pull = {"none": 0.0, "k2": (x[t] - d["sampling_logprobs"][t]) ** 2, "forward-kl": -x[t]}[s["regularizer"]]
-    return -kept * factor * a * x[t] + s["regularizer_coef"] * pull
+    pull = {"none": 0.0, "k2": (lp - d["sampling_logprobs"]) ** 2, "forward-kl": -lp}[s["regularizer"]]
+    return -kept * factor * a * lp + s["regularizer_coef"] * pull
 
 
 def flat(x, at, d):
-    """(x, at, weight, one dict of inputs) of every token of a batch."""
+    """Return (x, at, weight, ratio at x, ratio at ``at``, advantage, covariance) of every token of a batch."""
     rows = []
     for i, row in enumerate(x):
         inputs = {name: values[i] for name, values in d.items()}
-        rows += [
-            (row[t], at[i][t], weight(inputs, t), {k: v[t] for k, v in inputs.items() if not isinstance(v, float)})
-            for t in range(len(row))
-        ]
-    return rows
-
-
-def covariances(rows):
-    mean_a, mean_lp = mean([row[3]["advantages"] for row in rows]), mean([row[1] for row in rows])
-    return [(row[3]["advantages"] - mean_a) * (row[1] - mean_lp) for row in rows]
+        for t, lp in enumerate(row):
+            own = at_token(inputs, t)
+            rows.append((lp, at[i][t], weight(inputs, t), ratio(lp, own), ratio(at[i][t], own), own["advantages"]))
+    mean_a, mean_lp = mean([row[5] for row in rows]), mean([row[1] for row in rows])
+    return [(*row, (row[5] - mean_a) * (row[1] - mean_lp)) for row in rows]
 
 
 def clip_cov(x, at, d, s):
-    """Only where every candidate is left out (fraction 1), or there is none."""
-    rows = flat(x, at, d)
+    """Hold only where every candidate is left out (fraction 1), or there is none."""
     total = 0.0
-    for (lp, fixed, w, own), c in zip(rows, covariances(rows), strict=True):
-        a, r = own["advantages"], math.exp(fixed - own["sampling_logprobs"])
-        untouched = clipped(r, a, s) == -r * a
-        if not (s["cov_low"] < c < s["cov_high"] and untouched):
-            total += w * clipped(math.exp(lp - own["sampling_logprobs"]), a, s)
-        else:
+    for _, _, w, r, fixed, a, c in flat(x, at, d):
+        if s["cov_low"] < c < s["cov_high"] and clipped(fixed, a, s) == -fixed * a:
             assert s["fraction"] == 1.0
+        else:
+            total += w * clipped(r, a, s)
     return total
 
 
 def kl_cov(x, at, d, s):
     rows = flat(x, at, d)
-    c = covariances(rows)
-    bound = sorted(c, reverse=True)[max(1, math.floor(s["fraction"] * len(rows))) - 1]
-    return math.fsum(
-        w
-        * (
-            -math.exp(lp - own["sampling_logprobs"]) * own["advantages"]
-            + (s["coef"] * abs(lp - own["sampling_logprobs"]) if value >= bound else 0.0)
-        )
-        for (lp, _, w, own), value in zip(rows, c, strict=True)
-    )
+    bound = sorted([row[-1] for row in rows], reverse=True)[max(1, math.floor(s["fraction"] * len(rows))) - 1]
+    pull = [s["coef"] * abs(math.log(r)) if c >= bound else 0.0 for _, _, _, r, _, _, c in rows]
+    return math.fsum(w * (-r * a + extra) for (_, _, w, r, _, a, _), extra in zip(rows, pull, strict=True))
 
 
 @tokens
-def cross_entropy(t, x, at, d, s):
-    return -x[t]
-
-
-@tokens
-def sft_is(t, x, at, d, s):
-    return -math.exp(at[t]) * x[t]
-
-
-@tokens
-def sft_phi(t, x, at, d, s):
-    return -math.exp(at[t]) * (1 - math.exp(at[t])) * x[t]
-
-
-@tokens
-def mix(t, x, at, d, s):
+def mix(lp, at, d, s):
+    mu = d.get("mu", 0.1)
     if d["expert"]:
-        return d.get("mu", 0.1) * (sft_phi if s["phi"] else cross_entropy)([x[t]], [at[t]], {}, s)
-    return (1 - d.get("mu", 0.1)) * dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
+        return mu * (sft_phi if s["phi"] else cross_entropy)([lp], [at], {}, s)
+    return (1 - mu) * dual_clipped(ratio(lp, d), d["advantages"], s)
 
 
 def topk(term):
@@ -262,22 +214,15 @@ def topk(term):
         result = 0.0
         for n, row in enumerate(x):
             for k, lp in enumerate(row):
-                if "target_tokens" in d and d["target_tokens"][n][k] < 0:
-                    continue
-                result += weight(d, n) * term(math.exp(lp), math.exp(d["teacher_logprobs"][n][k]), s)
+                if "target_tokens" not in d or d["target_tokens"][n][k] >= 0:
+                    result += weight(d, n) * term(math.exp(lp), math.exp(d["teacher_logprobs"][n][k]), s)
         return result
 
     return total
 
 
-@topk
-def topk_forward_kl(p, q, s):
-    return q * math.log(q / p)
-
-
-@topk
-def topk_reverse_kl(p, q, s):
-    return p * math.log(p / q)
+topk_forward_kl = topk(lambda p, q, s: q * math.log(q / p))
+topk_reverse_kl = topk(lambda p, q, s: p * math.log(p / q))
 
 
 @topk
@@ -292,28 +237,25 @@ def pair_weight(d):
 
 
 def dpo(x, at, d, s):
-    logs = [[lp - ref for lp, ref in zip(x[i], d["reference_logprobs"][i], strict=True)] for i in (0, 1)]
-    c, r, beta, e = sum(logs[0]), sum(logs[1]), s["beta"], s["label_smoothing"]
-    z = beta * (c - r)
+    chosen, rejected = ([lp - ref for lp, ref in zip(x[i], d["reference_logprobs"][i], strict=True)] for i in (0, 1))
+    c, r, e = s["beta"] * sum(chosen), s["beta"] * sum(rejected), s["label_smoothing"]
     return (
         pair_weight(d)
         * {
-            "sigmoid": (1 - e) * softplus(-z) + e * softplus(z),
-            "robust": ((1 - e) * softplus(-z) - e * softplus(z)) / (1 - 2 * e),
-            "hinge": max(0.0, 1 - z),
-            "ipo": (mean(logs[0]) - mean(logs[1]) - 1 / (2 * beta)) ** 2,
-            "apo_zero": 1 - sigmoid(beta * c) + sigmoid(beta * r),
-            "apo_down": sigmoid(beta * c) + 1 - sigmoid(z),
+            "sigmoid": (1 - e) * softplus(r - c) + e * softplus(c - r),
+            "robust": ((1 - e) * softplus(r - c) - e * softplus(c - r)) / (1 - 2 * e),
+            "hinge": max(0.0, 1 - c + r),
+            "ipo": (mean(chosen) - mean(rejected) - 1 / (2 * s["beta"])) ** 2,
+            "apo_zero": 1 - sigmoid(c) + sigmoid(r),
+            "apo_down": sigmoid(c) + 1 - sigmoid(c - r),
         }[s["form"]]
     )
 
 
 def kto(x, at, d, s):
     z = s["beta"] * (math.fsum(lp - ref for lp, ref in zip(x, d["reference_logprobs"], strict=True)) - s["kl"])
-    w = pair_weight({"weights": [d.get("weights", 1.0)]})
-    return w * (
-        s["desirable_weight"] * (1 - sigmoid(z)) if d["desirable"] else s["undesirable_weight"] * (1 - sigmoid(-z))
-    )
+    value = s["desirable_weight"] * sigmoid(-z) if d["desirable"] else s["undesirable_weight"] * sigmoid(z)
+    return pair_weight({"weights": [d.get("weights", 1.0)]}) * value
 
 
 def orpo(x, at, d, s):
@@ -332,77 +274,48 @@ def simpo(x, at, d, s):
 
 
 @tokens
-def value_clipped(t, x, at, d, s):
-    v, old, target = x[t], d["old_values"][t], d["returns"][t]
-    return 0.5 * max((v - target) ** 2, (clip(v, old - s["clip"], old + s["clip"]) - target) ** 2)
+def value_clipped(v, at, d, s):
+    near = clip(v, d["old_values"] - s["clip"], d["old_values"] + s["clip"])
+    return 0.5 * max((v - d["returns"]) ** 2, (near - d["returns"]) ** 2)
 
 
 @tokens
-def value_huber(t, x, at, d, s):
-    e = abs(x[t] - d["returns"][t])
+def value_huber(v, at, d, s):
+    e = abs(v - d["returns"])
     return e * e / 2 if e <= s["delta"] else s["delta"] * (e - s["delta"] / 2)
 
 
-# KL estimators of one token: x moves, at stays, ref and q are constants.
-def k1(x, at, ref, q):
-    return x - ref
-
-
-def absolute(x, at, ref, q):
-    return abs(x - ref)
-
-
-def k2(x, at, ref, q):
-    return (x - ref) ** 2 / 2
-
-
-def k3(x, at, ref, q):
-    return math.exp(ref) / math.exp(x) - 1 - (ref - x)
-
-
-def clamped(x, at, ref, q):
-    return clip(k3(clip(x - ref, -20, 20), None, 0.0, None), -10, 10)
-
-
-def straight_through(x, at, ref, q):
-    return k3(at, None, ref, None) + k2(x, None, ref, None) - k2(at, None, ref, None)
-
-
-def ratio_corrected(x, at, ref, q):
-    return math.exp(x - (at if q is None else q)) * k3(x, None, ref, None)
-
-
-ESTIMATORS = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "abs": absolute,
-    "clamped": clamped,
-    "straight_through": straight_through,
-    "ratio_corrected": ratio_corrected,
+ESTIMATORS = {  # of KL at one token: x moves, at stays, ref and q are constants
+    "k1": lambda x, at, ref, q: x - ref,
+    "abs": lambda x, at, ref, q: abs(x - ref),
+    "k2": lambda x, at, ref, q: (x - ref) ** 2 / 2,
+    "k3": lambda x, at, ref, q: math.exp(ref) / math.exp(x) - 1 - (ref - x),
+    "clamped": lambda x, at, ref, q: clip(k3(clip(x - ref, -20, 20), 0.0), -10, 10),
+    "straight_through": lambda x, at, ref, q: k3(at, ref) + ((x - ref) ** 2 - (at - ref) ** 2) / 2,
+    "ratio_corrected": lambda x, at, ref, q: math.exp(x - (at if q is None else q)) * k3(x, ref),
 }
 
 
-def added(name, base_settings, kl=None, coef=0.0, entropy=0.0):
-    """The oracle of a composed loss; "kl_coef" and "entropy_coef" in the inputs go before ``coef`` and ``entropy``."""
-    base = globals()[name]
+def k3(x, ref):
+    return ESTIMATORS["k3"](x, None, ref, None)
+
+
+def added(name, base_settings, kl, coef, entropy):
+    """Return the oracle of a composed loss; coefficients among the inputs take precedence."""
+    base, terms = globals()[name], ("entropy", "kl_coef", "entropy_coef")
 
     def total(x, at, d, s):
-        result = base(
-            x, at, {k: v for k, v in d.items() if k not in ("entropy", "kl_coef", "entropy_coef")}, base_settings
-        )
+        result = base(x, at, {k: v for k, v in d.items() if k not in terms}, base_settings)
         many = isinstance(x[0], list)
         for i in range(len(x) if many else 1):
-            one = {k: v[i] for k, v in d.items()} if many else d
-            row, fixed = (x[i], at[i]) if many else (x, at)
+            one, row, fixed = ({k: v[i] for k, v in d.items()}, x[i], at[i]) if many else (d, x, at)
             for t in range(len(row)):
-                w = pair_weight(d) if name in PAIRS else weight(one, t)
+                w, own = pair_weight(d) if name in PAIRS else weight(one, t), at_token(one, t)
                 if kl:
-                    q = one["sampling_logprobs"][t] if "sampling_logprobs" in one else None
-                    estimate = ESTIMATORS[kl](row[t], fixed[t], one["reference_logprobs"][t], q)
-                    result += one.get("kl_coef", coef) * w * estimate
-                if "entropy" in one:
-                    result -= one.get("entropy_coef", entropy) * w * one["entropy"][t]
+                    estimate = ESTIMATORS[kl](row[t], fixed[t], own["reference_logprobs"], own.get("sampling_logprobs"))
+                    result += own.get("kl_coef", coef) * w * estimate
+                if "entropy" in own:
+                    result -= own.get("entropy_coef", entropy) * w * own["entropy"]
         return result
 
     return total

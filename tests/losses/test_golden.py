@@ -14,20 +14,15 @@ FAMILIES = ("losses_policy", "losses_supervised", "losses_preference", "losses_v
 CASES = [case for family in FAMILIES for case in cases(family) if case.values[0].module is None]
 
 
-def case_loss(case: Case):
-    """The loss of a case, and its settings."""
-    if case.function == "with_kl":
-        return losses.with_kl(case.settings["loss"], case.settings["coef"], case.settings["estimator"]), {}
-    return losses.registry[case.function], case.settings
-
-
 @each_case(CASES)
 def test_reference_values(case: Case) -> None:
     """Value and gradient in float64 are those of the independent reference and of the peers named in `source`.
 
     A backend that calls ``prepare(...).gradient`` in float32 gets the same numbers.
     """
-    loss, settings = case_loss(case)
+    loss, settings = losses.registry.get(case.function), case.settings
+    if case.function == "with_kl":
+        loss, settings = losses.with_kl(**settings), {}
     inputs = dict(case.inputs)
     driver = inputs.pop(next(name for name in ("logprobs", "target_logprobs", "values") if name in inputs))
     value, gradients, _ = call(loss, driver, inputs, settings)
@@ -45,22 +40,16 @@ def test_reference_values(case: Case) -> None:
 @each_case([case for case in cases("kl") if case.values[0].function in kl.registry])
 def test_estimators(case: Case) -> None:
     """A KL estimator has the reference's value at each token, and the gradient of their sum."""
-    estimator = kl.registry[case.function]
     for i, lp in enumerate(case.inputs["logprobs"]):
         leaf = torch.tensor(lp, dtype=torch.float64, requires_grad=True)
-        others = {
-            name: torch.tensor(values[i], dtype=torch.float64)
-            for name, values in case.inputs.items()
-            if name != "logprobs"
-        }
-        value = estimator(leaf, **others, **case.settings)
+        others = {k: torch.tensor(v[i], dtype=torch.float64) for k, v in case.inputs.items() if k != "logprobs"}
+        value = kl.registry[case.function](leaf, **others, **case.settings)
         assert_close(value.tolist(), case.expected["value"][i])
         assert_close(torch.autograd.grad(value.sum(), leaf)[0].tolist(), case.expected["gradient"][i])
 
 
 @each_case(cases("kl", "adaptive_coefficient"))
 def test_adaptive_coefficient(case: Case) -> None:
-    """The coefficient after each update."""
     coefficient = kl.adaptive_coefficient(**case.settings)
     result = [coefficient.update(*pair) for pair in zip(case.inputs["kl"], case.inputs["n"], strict=True)]
     assert_close(result, case.expected["value"])
@@ -68,9 +57,7 @@ def test_adaptive_coefficient(case: Case) -> None:
 
 def test_all_are_there() -> None:
     """Every loss and estimator that has reference values is registered and public."""
-    for family in FAMILIES:
-        for name in {case.function for case in load(family) if case.module is None} - {"with_kl"}:
-            assert name in losses.__all__
-            assert losses.registry[name] is getattr(losses, name)
-    names = {case.function for case in load("kl")} - {"adaptive_coefficient"}
-    assert names == set(kl.registry)
+    for name in {case.values[0].function for case in CASES} - {"with_kl"}:
+        assert name in losses.__all__
+        assert losses.registry[name] is getattr(losses, name)
+    assert {case.function for case in load("kl")} - {"adaptive_coefficient"} == set(kl.registry)
