@@ -326,7 +326,9 @@ def main() -> None:
         if verdict == "survived":
             print(f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
 
+    temporary = tempfile.gettempdir()
     code = pytest.main([*tests, *OPTIONS], plugins=[Loop([m for m in found if m.owner != "class"], first, report)])
+    tempfile.tempdir = os.environ["TMPDIR"] = temporary  # the folder that tests/conftest.py made is gone
     unchanged = attrs.evolve(found[0], place=-1)
     if in_fork(lambda: imported_anew(unchanged, first)) != "survived":
         sys.exit("the tests do not pass without any mutant")
