@@ -53,7 +53,7 @@ LIMIT = 60  # seconds of processor time for a mutant; what takes longer never en
 LOCAL = [
     f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
 ]
-SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
+SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_types.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
@@ -67,8 +67,8 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     ),
     "corrections": (
         ["rlkit/corrections.py"],
-        ["tests/test_corrections.py", "tests/test_entropy_masks.py"],
-        ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS, RANGES],
+        ["tests/test_corrections.py"],
+        ["tests/test_corrections.py", SETTINGS, RANGES],
     ),
     "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES]),
     "filters": (["rlkit/filters.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES]),
