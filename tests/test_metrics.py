@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit import metrics
+from rlkit import corrections, metrics
 from rlkit.errors import ConfigError, DataError
 from tests.defaults import read_defaults
 from tests.each import for_each
@@ -24,8 +24,8 @@ POLICIES = ["chi2", "clip_fraction", "effective_sample_size", "kl_k3", "kl_v1", 
 POLICIES += ["perplexity_difference", "ratio_statistics"]  # of two policies' logprobs
 
 
-def call(name: str, p: Any, q: Any, **settings: Any) -> Any:
-    return getattr(metrics, name)(trainer_logprobs=p, sampling_logprobs=q, **settings)
+def call(name: str, p: Any, q: Any, module: Any = metrics, **settings: Any) -> Any:
+    return getattr(module, name)(trainer_logprobs=p, sampling_logprobs=q, **settings)
 
 
 def test_defaults_are_pinned() -> None:
@@ -136,6 +136,9 @@ def test_forms() -> None:
     assert one == call("kl_v1", [p, []], [q, []])
 
 
+OF_TOKENS = set(corrections.__all__) - {"clip_b", "clip_v", "top_entropy"}
+
+
 @for_each(
     ("p", "q", "message"),
     [
@@ -146,20 +149,23 @@ def test_forms() -> None:
         ([[-1.0], [-1.0, -INF]], [[-1.0], [-1.0, -1.0]], r"trainer_logprobs\[1\]\[1\]: is -inf"),
         ([-1.0, -1.0], [-1.0, INF], r"sampling_logprobs\[1\]: is inf"),
         ([-1.0, 0.11], [-1.0, -1.0], r"trainer_logprobs\[1\]: is 0.11; expected a logprob"),
-        ([-1.0, -1.0], [-1.0, 3.0], r"sampling_logprobs\[1\]: is 3.0; expected a logprob"),
+        ([[-1.0], [-1.0, -1.0]], [[-1.0], [-1.0, 3.0]], r"sampling_logprobs\[1\]\[1\]: is 3.0; expected a logprob"),
         ([], [], "trainer_logprobs"),
         ([[], []], [[], []], "trainer_logprobs: holds no tokens"),
         (None, [-1.0], "trainer_logprobs"),
         ([None], [-1.0], r"trainer_logprobs\[0\]"),
         (["a"], [-1.0], r"trainer_logprobs\[0\]"),
+        ([-1.0], ["x"], r"sampling_logprobs\[0\]"),
         ([True], [-1.0], r"trainer_logprobs\[0\]"),
     ],
 )
-@for_each("name", POLICIES)
-def test_bad_logprobs(name: str, p: Any, q: Any, message: str) -> None:
-    """Logprobs have to be finite, of one shape, and some."""
-    with pytest.raises(DataError, match=rf"^{message}"):
-        call(name, p, q)
+def test_bad_logprobs(p: Any, q: Any, message: str) -> None:
+    """Logprobs have to be finite and of one shape, for metrics and corrections alike; metrics need some."""
+    for name in POLICIES if p in ([], [[], []]) else (*POLICIES, *OF_TOKENS):
+        module = metrics if name in POLICIES else corrections
+        more = {"threshold": 0.1} if name == "divergence_rejection" else {}
+        with pytest.raises(DataError, match=rf"^{message}"):
+            call(name, p, q, module, **more)
 
 
 def test_rounding_above_zero_passes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -184,8 +183,8 @@ def test_bad_values_are_named(call, error, match):
 
 
 # Ranges: the ends of a closed one are allowed, and what lies next beyond them is refused by name.
-Ends = tuple[list[Any], list[Any]]
-OPTIONS: dict[str, Ends] = {  # of SamplingParams and of Sample
+Ends = dict[str, tuple[list[Any], list[Any]]]
+OPTIONS: Ends = {  # of SamplingParams and of Sample
     "temperature": ([0.0, 1e-3, 1e3], [-0.1, 9.9e-4, 1001.0, 1e-300, 1e300, NAN, "1"]),
     "top_p": ([UP, 1.0], [0.0, 1.1]),
     "top_k": ([-1, 1], [0, -2, True, -1.0]),
@@ -194,115 +193,99 @@ OPTIONS: dict[str, Ends] = {  # of SamplingParams and of Sample
     "presence_penalty": ([-2.0, 2.0], [-2.1, 2.1, 3.0]),
     "frequency_penalty": ([-2.0, 2.0], [-2.1, 2.1, "0.1"]),
 }
-FLAG: Ends = ([True, False], [1, 0])
-FIELDS: dict[type, tuple[dict[str, Any], dict[str, Ends]]] = {  # what else a class needs, and each of its fields
-    SamplingParams: ({}, {
+FLAG, NOT_NEGATIVE, STEPS = ([True, False], [1, 0]), ([0.0], [DOWN]), ([0, 1], [-1, 0.5])
+FAR = ([-BIG, BIG], [-2 * BIG, 2 * BIG, NAN])
+CLASSES: list[tuple[Any, dict[str, Any], Ends]] = [  # a class, what it needs, and the ends of each of its fields
+    (SamplingParams, {}, {
         **OPTIONS, "max_tokens": ([1, 2**31 - 1], [0, True, 2.0, None, 2**31]),
         "stop": ([None, (), ("a",), (0, 1)], ["x", 3, ("",), (True,)])}),
-    Sample: ({"prompt": [1], "tokens": [2], "logprobs": [-1.0]}, {
+    (Sample, {"prompt": [1], "tokens": [2], "logprobs": [-1.0]}, {
         **OPTIONS, "prompt": ([[0]], [[]]), "tokens": ([[0]], [[-1]]), "stop_reason": (["stop", "length"], ["cut"]),
-        "logprobs": ([[0.1], [-1e30]], [[NAN], [-INF], [0.11]]), "version": ([0], [-1, 0.5]),
+        "logprobs": ([[0.1], [-1e30]], [[NAN], [-INF], [0.11]]), "version": STEPS,
         "versions": ([None, [0]], [[-1], [0.5]])}),
-    Datum: ({"tokens": T, "mask": M}, {
+    (Datum, {"tokens": T, "mask": M}, {
         "tokens": ([[0, 1, 2, 3]], [[1]]), "mask": ([[0, 1, 1, 1]], [[0, 2, 1, 1]]), "inputs": ([{}], [None]),
         "temperature": OPTIONS["temperature"], "truncated": FLAG}),
-    Adam: ({}, {
+    (Adam, {}, {
         "learning_rate": ([0.0], [DOWN, NAN, INF, None]), "beta1": ([0.0], [1.0, DOWN]), "beta2": ([0.0], [1.0, DOWN]),
-        "eps": ([UP], [0.0]), "weight_decay": ([0.0], [DOWN]), "grad_clip_norm": ([0.0], [DOWN, INF])}),
-    Lora: ({}, {
+        "eps": ([UP], [0.0]), "weight_decay": NOT_NEGATIVE, "grad_clip_norm": ([0.0], [DOWN, INF])}),
+    (Lora, {}, {
         "rank": ([1], [0, 8.0]), "alpha": ([UP], [0]), "seed": ([0, None], [-1]), "train_mlp": FLAG, "train_attn": FLAG,
         "train_unembed": ([True, False, None], [1]),
         "target_modules": ([None, ("q",), "all-linear"], ["q", (), (1,)])}),
-}  # fmt: skip
-DATA = {"lengths", "versions", "n", "c", "rewards", "tokens", "sum_p2_logp"}
-FAR = [-2 * BIG, 2 * BIG, NAN]
+]  # fmt: skip
 RATIOS = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.5, -1.0]}
 SCORES = {"entropy": [0.5, 1.0], "logprobs": [-0.5, -1.0], "advantages": [-1.0, -1.0]}
 SUMS = {"sum_p2": [0.5, 0.6], "sum_p2_logp": [-0.3, -0.2]}
-RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]]] = [  # of arguments
-    (filters.overlong, {"lengths": [0, 3]}, "max_length", [0, 1], [-1, 0.5, True]),
-    (filters.overlong, {"max_length": 3}, "lengths", [[0], [BIG]], [[DOWN], [2 * BIG]]),
-    (filters.stale, {"versions": [0], "max_lag": 0}, "current", [0, 1], [-1, 0.5]),
-    (filters.stale, {"versions": [0], "current": 0}, "max_lag", [0, 1], [-1, 0.5]),
-    (filters.stale, {"max_lag": 1, "current": 3}, "versions", [[0], [3]], [[-1], [4]]),
-    (filters.difficulty_band, {"rewards": [[0.5, 0.5]], "high": 0.5}, "low", [0.5], [0.5000001, np.nan]),
-    (filters.zero_variance, {"rewards": [[0.0, 1.0]]}, "threshold", [0.0, 0], [DOWN, np.inf]),
-    (filters.dynamic_sampling, {"rewards": [[0.0, 1.0]]}, "needed", [1], [0, 1.0]),
-    (metrics.pass_at_k, {"n": 3, "c": 1}, "k", [1, 3], [0, 1.0]),
-    (metrics.pass_at_k, {"c": 1, "k": 3}, "n", [3], [2, 3.5, True]),
-    (metrics.pass_at_k, {"n": 3, "k": 2}, "c", [0, 3], [-1, 4]),
-    (metrics.pass_at_k, {"n": [3], "k": 2}, "c", [[0], [3]], [[-1], [4], [0.5], [1, 1]]),
-    (metrics.pass_at_k, {"c": [1], "k": 2}, "n", [[2]], [[1]]),
-    (metrics.group_informativeness, {"rewards": [[0.0, 1.0]], "high": 0.5}, "low", [0.4, -3.0], [0.5, np.nan]),
-    (metrics.clip_fraction, RATIOS, "clip_low_threshold", [0.0, 1.0], [DOWN, 1.1]),
-    (corrections.token_tis, RATIOS, "clip_low_threshold", [0.0, 1.0], [DOWN, 1.1]),
-    (corrections.clamp, RATIOS, "bound", [UP, 300.0], [0.0, 300.1]),
-    (corrections.divergence_rejection, RATIOS, "threshold", [0.0], [DOWN]),
-    (corrections.top_entropy, {"entropy": [0.5, 1.0]}, "fraction", [UP, 1.0], [0.0, 1.0000001]),
-    (corrections.clip_b, SCORES, "mu", [0.0], [DOWN, np.inf]),
-    (corrections.clip_v, {**SCORES, **SUMS}, "mu", [0.0], [DOWN, np.inf]),
-    (corrections.clip_v, {**SCORES, **SUMS}, "max_fraction", [0.0, 1.0], [DOWN, 1.0000001]),
-    (corrections.clip_v, {**SCORES, "sum_p2": [0.5, 0.6]}, "sum_p2_logp", [[0.0, -BIG]], [[0.0, -2 * BIG]]),
-    (rewards.cosine_length, {"correct": [True], "lengths": [1]}, "max_length", [1], [0, 1.5]),
-    (rewards.cosine_length, {"correct": [True], "max_length": 2}, "lengths", [[0], [BIG]], [[DOWN], [2 * BIG]]),
-    (rewards.length_cost, {"lengths": [1]}, "max_length", [1], [0]),
-    (rewards.length_cost, {"lengths": [1], "max_length": 3}, "coef", [0.0], [DOWN]),
-    (rewards.overlong_penalty, {"lengths": [1], "max_length": 3}, "buffer", [1, 3], [0, 4]),
-    (rewards.overlong_penalty, {"lengths": [1], "max_length": 3, "buffer": 1}, "factor", [0.0], [DOWN]),
-    (rewards.repetition_penalty, {"tokens": [[1, 2]]}, "ngram", [1], [0]),
-    (rewards.repetition_penalty, {"tokens": [[1, 2]]}, "factor", [0.0], [DOWN]),
-    (rewards.stop_properly, {"rewards": [1.0], "truncated": [True]}, "coef", [1.0, -BIG], [1.0000001, -2 * BIG]),
-    (rewards.whitening, {"rewards": [1.0, 2.0]}, "eps", [0.0], [DOWN]),
-    (rewards.whitening, {"rewards": [1.0, 2.0]}, "ddof", [0, 1], [-1, 2]),
-    (rewards.stop_properly, {"truncated": [True]}, "rewards", [[BIG]], [[2 * BIG], [np.inf]]),
-    (rewards.repetition_penalty, {}, "tokens", [[[1, 2]], [[]]], [[[1, 2], 3], [], 3]),
-    (rewards.nonterminal_reward, {"rewards": [[1.0]], "finished": [True]}, "value", [-BIG, BIG], FAR),
-    (rewards.nonterminal_override, {"rewards": [1.0], "finished": [True]}, "value", [-BIG, BIG], FAR),
-    *[(rewards.affine, {"rewards": [1.0]}, name, [-BIG, BIG], FAR) for name in ("scale", "bias")],
-    (rewards.think_format, {"texts": ["a"]}, "tags", [("<", ">")], [("", ">"), ("<", 1), ("<",)]),
-    *[
-        (function, given, "step", [0], [-1, 0.5])
-        for function, given in (
-            (schedules.constant, {"value": 1.0}),
-            (schedules.linear, {"start": 1.0, "end": 0.0, "steps": 3}),
-            (schedules.cosine, {"start": 1.0, "steps": 3}),
-            (schedules.warmup, {"steps": 3}),
-            (schedules.piecewise, {"boundaries": [2], "values": [1.0, 0.5]}),
-            (schedules.wsd, {"peak": 1.0, "steps": 9, "decay_steps": 3}),
-            (schedules.chord_schedule, {"warmup_steps": 2, "decay_steps": 3}),
-        )
-    ],
-    (schedules.wsd, {"step": 0, "peak": 1.0, "steps": 9, "decay_steps": 3}, "warmup_steps", [0, 6], [-1, 0.5]),
-    (schedules.wsd, {"step": 0, "peak": 1.0, "steps": 9}, "decay_steps", [0, 9], [-1, 10]),
-    (schedules.chord_schedule, {"step": 1, "decay_steps": 3}, "warmup_steps", [0], [-1]),
-    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2}, "decay_steps", [0], [-1]),
-    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "valley", [0.0, 0.9], [DOWN, 1.1]),
-    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "peak", [1.0, 0.05], [1.1, DOWN]),
-]
+LENGTHS = ([[0], [BIG]], [[DOWN], [2 * BIG]])
+FUNCTIONS: list[tuple[Any, dict[str, Any], Ends]] = [  # the same of arguments
+    (filters.overlong, {"lengths": [0, 3], "max_length": 3}, {
+        "max_length": ([0, 1], [-1, 0.5, True]), "lengths": LENGTHS}),
+    (filters.stale, {"versions": [0], "current": 3, "max_lag": 0}, {
+        "current": STEPS, "max_lag": STEPS, "versions": ([[0], [3]], [[-1], [4]])}),
+    (filters.difficulty_band, {"rewards": [[0.5, 0.5]], "high": 0.5}, {"low": ([0.5], [0.5000001, NAN])}),
+    (filters.zero_variance, {"rewards": [[0.0, 1.0]]}, {"threshold": ([0.0, 0], [DOWN, INF])}),
+    (filters.dynamic_sampling, {"rewards": [[0.0, 1.0]]}, {"needed": ([1], [0, 1.0])}),
+    (metrics.pass_at_k, {"n": 3, "c": 1, "k": 2}, {
+        "k": ([1, 3], [0, 1.0]), "n": ([2], [1, 3.5, True]), "c": ([0, 3], [-1, 4])}),
+    (metrics.pass_at_k, {"n": [3], "c": [1], "k": 2}, {
+        "n": ([[2]], [[1]]), "c": ([[0], [3]], [[-1], [4], [0.5], [1, 1]])}),
+    (metrics.group_informativeness, {"rewards": [[0.0, 1.0]], "high": 0.5}, {"low": ([0.4, -3.0], [0.5, NAN])}),
+    (metrics.clip_fraction, RATIOS, {"clip_low_threshold": ([0.0, 1.0], [DOWN, 1.1])}),
+    (corrections.token_tis, RATIOS, {"clip_low_threshold": ([0.0, 1.0], [DOWN, 1.1])}),
+    (corrections.clamp, RATIOS, {"bound": ([UP, 300.0], [0.0, 300.1])}),
+    (corrections.divergence_rejection, RATIOS, {"threshold": NOT_NEGATIVE}),
+    (corrections.top_entropy, {"entropy": [0.5, 1.0]}, {"fraction": ([UP, 1.0], [0.0, 1.0000001])}),
+    (corrections.clip_b, SCORES, {"mu": ([0.0], [DOWN, INF])}),
+    (corrections.clip_v, {**SCORES, **SUMS}, {
+        "mu": ([0.0], [DOWN, INF]), "max_fraction": ([0.0, 1.0], [DOWN, 1.0000001]),
+        "sum_p2_logp": ([[0.0, -BIG]], [[0.0, -2 * BIG]])}),
+    (rewards.cosine_length, {"correct": [True], "lengths": [1], "max_length": 2}, {
+        "max_length": ([1], [0, 1.5]), "lengths": LENGTHS}),
+    (rewards.length_cost, {"lengths": [1], "max_length": 3}, {"max_length": ([1], [0]), "coef": NOT_NEGATIVE}),
+    (rewards.overlong_penalty, {"lengths": [1], "max_length": 3, "buffer": 1}, {
+        "buffer": ([1, 3], [0, 4]), "factor": NOT_NEGATIVE}),
+    (rewards.repetition_penalty, {"tokens": [[1, 2]]}, {
+        "ngram": ([1], [0]), "factor": NOT_NEGATIVE, "tokens": ([[[1, 2]], [[]]], [[[1, 2], 3], [], 3])}),
+    (rewards.stop_properly, {"rewards": [1.0], "truncated": [True]}, {
+        "coef": ([1.0, -BIG], [1.0000001, -2 * BIG]), "rewards": ([[BIG]], [[2 * BIG], [INF]])}),
+    (rewards.whitening, {"rewards": [1.0, 2.0]}, {"eps": NOT_NEGATIVE, "ddof": ([0, 1], [-1, 2])}),
+    (rewards.nonterminal_reward, {"rewards": [[1.0]], "finished": [True]}, {"value": FAR}),
+    (rewards.nonterminal_override, {"rewards": [1.0], "finished": [True]}, {"value": FAR}),
+    (rewards.affine, {"rewards": [1.0]}, {"scale": FAR, "bias": FAR}),
+    (rewards.think_format, {"texts": ["a"]}, {"tags": ([("<", ">")], [("", ">"), ("<", 1), ("<",)])}),
+    (schedules.constant, {"value": 1.0}, {"step": STEPS}),
+    (schedules.linear, {"start": 1.0, "end": 0.0, "steps": 3}, {"step": STEPS}),
+    (schedules.cosine, {"start": 1.0, "steps": 3}, {"step": STEPS}),
+    (schedules.warmup, {"steps": 3}, {"step": STEPS}),
+    (schedules.piecewise, {"boundaries": [2], "values": [1.0, 0.5]}, {"step": STEPS}),
+    (schedules.wsd, {"step": 0, "peak": 1.0, "steps": 9, "decay_steps": 3}, {
+        "step": STEPS, "warmup_steps": ([0, 6], [-1, 0.5]), "decay_steps": ([0, 9], [-1, 10])}),
+    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, {
+        "step": STEPS, "warmup_steps": STEPS, "decay_steps": STEPS, "valley": ([0.0, 0.9], [DOWN, 1.1]),
+        "peak": ([1.0, 0.05], [1.1, DOWN])}),
+]  # fmt: skip
+DATA = {"lengths", "versions", "n", "c", "rewards", "tokens", "sum_p2_logp"}
 
 
-ROWS = [
-    *[(kind, given, name, *ends) for kind, (given, table) in FIELDS.items() for name, ends in table.items()],
-    *RANGES,
-]
+ROWS = [(f, needed, name, *ends) for f, needed, table in (*CLASSES, *FUNCTIONS) for name, ends in table.items()]
 
 
-@for_each("row", ROWS, ids=[f"{row[0].__name__}-{row[2]}" for row in ROWS])
-def test_ends(row):
+@for_each(("function", "needed", "name", "allowed", "refused"), ROWS)
+def test_ends(function, needed, name, allowed, refused):
     """Each end is inside, or outside, as the docstring says. Bad data are a DataError, bad settings a ConfigError."""
-    function, given, name, allowed, refused = row
     error = DataError if function in (Sample, Datum) or name in DATA else ConfigError
     where = rf"{function.__name__}\.{name}" if isinstance(function, type) else name
     for value in allowed:
-        function(**{**given, name: value})
+        function(**{**needed, name: value})
     for value in refused:
         with pytest.raises(error, match=rf"^{where}\b"):
-            function(**{**given, name: value})
+            function(**{**needed, name: value})
 
 
 def test_every_field_has_its_ends_tested():
     """A field that is added has a range, too."""
-    for kind, (_, ends) in FIELDS.items():
+    for kind, _, ends in CLASSES:
         assert {field.name for field in attrs.fields(kind)} == ends.keys(), kind
 
 
