@@ -263,8 +263,6 @@ def test_gae_normalises_over_all_tokens():
     assert estimate(critic, [unscored, empty]) == []
     with pytest.raises(DataError, match=r"rewards\[1\]: has shape \(1,\)"):
         estimate(critic, [unscored, Trajectory([Turn(rlkit.Sample([1], [2, 3], [-1, -1]))])], rewards=[[1.0], [1.0]])
-    with pytest.raises(DataError, match="one per trajectory"):
-        estimate(critic, [unscored], weights=[1.0, 2.0])
 
 
 def test_token_rewards():

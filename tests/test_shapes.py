@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -169,71 +170,96 @@ ONE = Trajectory([Turn(sample([5, 6], [7, 8, 9]), reward=1.0)])
 TWO = Trajectory([Turn(sample([5, 6], [9, 4])), Turn(sample([5, 6, 9, 4, 1], [3]), reward=0.5)])
 GROUPS = [Group([ONE, TWO]), Group([TWO, ONE])]
 ITEMS = [credit.Item([rlkit.Datum([1, 2], [0, 1])])] * 4
+DATUM = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+INPUTS = ("advantages", "weights", "values", "returns", "old_values", "rewards", "entropy", "sampling_logprobs")
+INPUTS += ("reference_logprobs", "old_logprobs", "versions")
 
 
+@attrs.frozen
 class Valued:
     """A critic whose values have any form."""
 
-    def __init__(self, give):
-        self.give = give
+    give: Callable
 
     def values(self, data):
-        return Future.of(self.give(data))
+        return Future.of(self.give([np.zeros(len(datum)) for datum in data]))
 
 
-def gae(critic, trajectories, **options):
-    return credit.assign([Group(trajectories)], "gae", level="token", critic=critic, **options)
+def gae(give, trajectories, **options):
+    return credit.assign([Group(trajectories)], "gae", level="token", critic=Valued(give), **options)
 
 
-def listed(cases):
-    """Return the cases that did not raise an error of ours with the name; a case is what, the name, and the call."""
-    found = [(what, outcome(call, {}, [name])) for what, name, call in cases]
-    assert len(found) > 10
-    return "\n".join(f"{what}: {problem}" for what, problem in found if problem)
+OF_THREE = [  # what is called with a row of three; what an error names, and which other rows are right
+    ("Sample.prompt", lambda x: rlkit.Sample(x, [1, 2, 3], [-1.0] * 3), ("too long",)),
+    ("Sample.tokens", lambda x: rlkit.Sample([1], x, [-1.0] * 3), ()),
+    ("Sample.logprobs", lambda x: rlkit.Sample([1], [1, 2, 3], np.negative(x) if isinstance(x, np.ndarray) else x), ()),
+    ("Sample.versions", lambda x: rlkit.Sample([1], [1, 2, 3], [-1.0] * 3, versions=x), ("nothing",)),
+    ("Datum.tokens", lambda x: rlkit.Datum(x, [0, 1, 1]), ()),
+    ("Datum.mask", lambda x: rlkit.Datum([1, 2, 3], np.not_equal(x, 1) if isinstance(x, np.ndarray) else x), ()),
+    ("completion", lambda x: rlkit.Datum.supervised([1], x), ("too long",)),
+    ("inputs['weights']", lambda x: rlkit.Datum.supervised([1], [1, 2, 3], x), ("no dimension",)),
+    ("advantage", sample([5], [1, 2, 3]).datum, ("nothing", "no dimension")),
+    *[(f"inputs['{x}']", lambda row, x=x: DATUM.with_inputs(**{x: row}), ("no dimension",)) for x in INPUTS],
+    ("select", DATUM.select, (*COLUMNS, "a square")),  # [n, K], too
+    ("expand", DATUM.expand, (*COLUMNS, "a square")),
+    ("per_turn", ONE.per_turn, (*COLUMNS, "a square")),
+    ("keep", lambda x: filters.Selection(x, {}), ()),
+    ("rewards", advantages.RunningBaseline().update, ("too long",)),
+    ("roles", lambda x: advantages.RunningBaseline().update([1.0, 2.0, 3.0], x), ("nothing",)),
+    ("groups", credit.assign, ()),
+    ("Trajectory.turns", Trajectory, ()),
+]
+OF_FOUR = [  # one number per trajectory
+    ("rewards", lambda x: Group.of_samples([ONE.turns[0].sample] * 4, x), ()),
+    ("rewards", lambda x: credit.assign(GROUPS, rewards=x), ("nothing",)),
+    ("rewards", lambda x: gae(list, [ONE] * 4, rewards=x), ("nothing",)),
+    ("rewards", lambda x: Turn(ONE.turns[0].sample, rewards=x), ("too long", "nothing")),
+    ("weights", lambda x: credit.assign(GROUPS, weights=x), ("nothing",)),
+    ("baseline", lambda x: credit.assign(GROUPS, "remax", level="token", baseline=x), ("nothing",)),
+    ("seed", lambda x: list(credit.minibatches(ITEMS, 2, seed=x)), ("too long",)),
+]
+INSTEAD = {"Datum.tokens": "Datum.mask", "Sample.tokens": "Sample.logprobs"}  # what is named where one is too long
 
 
-def test_credit():
-    """What is given per trajectory, and what an estimator or a critic gives."""
+def test_data():
+    """Samples, datums and their inputs, selections, running statistics, and what is given per trajectory."""
+    failed = []
+    for table, row in ((OF_THREE, [1, 2, 3]), (OF_FOUR, [1.0, 2.0, 3.0, 4.0])):
+        for name, call, right in table:
+            for what, x in [*wrong(row), ("a row of a matrix", np.array([row]))]:
+                if what not in right:
+                    named = INSTEAD.get(name, name) if what == "too long" else name
+                    problem = outcome(lambda x=x, call=call: call(x), {}, [named])
+                    failed += [f"{name}, {what}: {problem}"] if problem else []
+    assert not failed, "\n".join(failed)
+    with pytest.raises(DataError, match=r"advantages.*\(4, 1\); expected \(\), \(4,\) or \(9,\) \(squeeze it"):
+        rlkit.Datum(range(9), np.arange(9) > 4, {"advantages": np.ones((4, 1))})
+
+
+def test_numbers_of_tokens():
+    """What is given for each token, and what an estimator or a critic gives."""
     cases = []
-    for what, x in wrong([1.0, 2.0, 3.0, 4.0]):
-        token = {"level": "token", "estimator": "remax"}
-        cases.append((f"of_samples, {what}", "rewards", lambda x=x: Group.of_samples([ONE.turns[0].sample] * 4, x)))
-        if x is not None:
-            critic = Valued(lambda data: [np.zeros(len(datum)) for datum in data])
-            cases += [
-                (f"assign, {what}", "rewards", lambda x=x: credit.assign(GROUPS, rewards=x)),
-                (f"assign, {what}", "weights", lambda x=x: credit.assign(GROUPS, weights=x)),
-                (f"assign, {what}", "baseline", lambda x=x, o=token: credit.assign(GROUPS, baseline=x, **o)),
-                (f"gae, {what}", "rewards", lambda x=x, c=critic: gae(c, [ONE] * 4, rewards=x)),
-            ]
-        if what not in ("too long", "nothing"):
-            cases.append((f"Turn, {what}", "rewards", lambda x=x: Turn(ONE.turns[0].sample, rewards=x)))
-        if what != "too long":
-            cases.append((f"minibatches, {what}", "seed", lambda x=x: list(credit.minibatches(ITEMS, 2, seed=x))))
     for x in (np.ones((3, 1)), np.ones(2), torch.ones(3, 1), np.ones((3, 3))):
         cases += [
-            ("assign, tokens", "rewards", lambda x=x: credit.assign(GROUPS, rewards=[x] * 4)),
-            ("assign, tokens", "weights", lambda x=x: credit.assign(GROUPS, weights=[x] * 4)),
-            ("datums, tokens", "advantages", lambda x=x: datums(ONE, [x])),
-            ("datums, tokens", "weights", lambda x=x: datums(ONE, weights=[x])),
+            ("rewards", lambda x=x: credit.assign(GROUPS, rewards=[x] * 4)),
+            ("weights", lambda x=x: credit.assign(GROUPS, weights=[x] * 4)),
+            ("advantages", lambda x=x: datums(ONE, [x])),
+            ("weights", lambda x=x: datums(ONE, weights=[x])),
         ]
-    forms = {
-        "columns": lambda rows: [np.asarray(row)[:, None] for row in rows],
-        "fewer": lambda rows: rows[:-1],
-        "numbers": lambda rows: [np.sum(row) for row in rows],
-        "texts": lambda rows: ["abc" for _ in rows],
-        "nothing": lambda _: None,
-        "flat": np.concatenate,
-    }
-    for what, form in forms.items():
-        critic = Valued(lambda data, form=form: form([np.zeros(len(datum)) for datum in data]))
-        cases.append((f"critic, {what}", "critic.values", lambda c=critic: gae(c, [ONE, TWO])))
+    for form in (
+        lambda rows: [np.asarray(row)[:, None] for row in rows],
+        lambda rows: rows[:-1],
+        lambda rows: [np.sum(row) for row in rows],
+        lambda rows: ["abc" for _ in rows],
+        lambda _: None,
+        np.concatenate,
+    ):
+        cases.append(("critic.values", lambda form=form: gae(form, [ONE, TWO])))
         for level in ("group", "turn", "token"):
             own = lambda rewards, form=form: form(rewards)  # noqa: E731
-            cases.append(
-                (f"own, {level}, {what}", "estimator", lambda e=own, n=level: credit.assign(GROUPS, e, level=n))
-            )
-    assert not listed(cases)
+            cases.append(("estimator", lambda own=own, level=level: credit.assign(GROUPS, own, level=level)))
+    failed = [f"{name}: {problem}" for name, call in cases if (problem := outcome(call, {}, [name]))]
+    assert not failed, "\n".join(failed)
 
 
 def test_a_list_for_an_array():
@@ -242,57 +268,6 @@ def test_a_list_for_an_array():
         batch = credit.assign(GROUPS, lambda rewards: [list(row) for row in rewards], level=level)
         assert [x.size for x in batch.advantages] == [3, 3, 3, 3], level
         assert batch.advantages[0][-1] == 1.0, level
-
-
-INPUTS = ("advantages", "weights", "values", "returns", "old_values", "rewards", "entropy", "sampling_logprobs")
-INPUTS += ("reference_logprobs", "old_logprobs", "versions")
-DATUM = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
-
-
-def test_data():
-    """Samples, datums and their inputs, selections and running statistics."""
-    played = sample([5], [1, 2, 3])
-    calls = {
-        "Sample.prompt": lambda x: rlkit.Sample(x, [1, 2, 3], [-1.0] * 3),
-        "Sample.tokens": lambda x: rlkit.Sample([1], x, [-1.0] * 3),
-        "Sample.logprobs": lambda x: rlkit.Sample([1], [1, 2, 3], np.negative(x)),
-        "Sample.versions": lambda x: rlkit.Sample([1], [1, 2, 3], [-1.0] * 3, versions=x),
-        "Datum.tokens": lambda x: rlkit.Datum(x, [0, 1, 1]),
-        "Datum.mask": lambda x: rlkit.Datum([1, 2, 3], np.not_equal(x, 1) if isinstance(x, np.ndarray) else x),
-        "completion": lambda x: rlkit.Datum.supervised([1], x),
-        "select": DATUM.select,
-        "expand": DATUM.expand,
-        "keep": lambda x: filters.Selection(x, {}),
-        "rewards": advantages.RunningBaseline().update,
-        "roles": lambda x: advantages.RunningBaseline().update([1.0, 2.0, 3.0], x),
-        "per_turn": ONE.per_turn,
-        "groups": credit.assign,
-        "Trajectory.turns": Trajectory,
-        "advantage": played.datum,
-        "inputs['weights']": lambda x: rlkit.Datum.supervised([1], [1, 2, 3], x),
-        **{f"inputs['{name}']": lambda x, name=name: DATUM.with_inputs(**{name: x}) for name in INPUTS},
-    }
-    wide = (*COLUMNS, "a square")
-    right = {  # what some of them take
-        "Sample.prompt": ("too long",),
-        "completion": ("too long",),
-        "rewards": ("too long",),
-        "keep": (),
-        "Sample.versions": ("nothing",),
-        "roles": ("nothing",),
-        "advantage": ("nothing", "no dimension"),
-        **{f"inputs['{name}']": ("no dimension",) for name in INPUTS},
-        **dict.fromkeys(("select", "expand", "per_turn"), wide),  # [n, K], too
-    }
-    cases = []
-    for name, call in calls.items():
-        for what, x in [*wrong([1, 2, 3]), ("a row of a matrix", np.ones((1, 3), int))]:
-            if what not in right.get(name, ()) and (name != "Sample.logprobs" or isinstance(x, np.ndarray)):
-                named = {"Datum.tokens": "Datum.mask", "Sample.tokens": "Sample.logprobs"}.get(name, name)
-                cases.append((f"{name}, {what}", named if what == "too long" else name, lambda c=call, x=x: c(x)))
-    assert not listed(cases)
-    with pytest.raises(DataError, match=r"advantages.*\(4, 1\); expected \(\), \(4,\) or \(9,\) \(squeeze it"):
-        rlkit.Datum(range(9), np.arange(9) > 4, {"advantages": np.ones((4, 1))})
 
 
 def checked(prepared, data, name, value):
@@ -354,9 +329,7 @@ def test_losses_of_ones_own():
 
 
 def test_matrices_that_are_right():
-    """[B, G] rewards, among them groups of one, [n, K] of a teacher, and [n, 1] of its first choice."""
-    assert advantages.dr_grpo(np.array([[1.0, 0.0], [1.0, 1.0]])).tolist() == [[0.5, -0.5], [0.0, 0.0]]
-    assert advantages.dr_grpo(np.array([[1.0], [0.0]]), singleton="raw").tolist() == [[1.0], [0.0]]
+    """[n, K] of a teacher, and [n, 1] of its first choice."""
     for k in (1, 3):
         datum = DATUM.with_inputs(target_tokens=np.ones((3, k), int), teacher_logprobs=np.full((3, k), -1.0))
         prepared = prepare("topk_forward_kl")
