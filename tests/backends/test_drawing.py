@@ -118,6 +118,10 @@ def test_extreme_logits():
         possible = 300  # all are as probable as the last one that is kept
         assert tokens[0] < possible
         assert logprobs[0] == pytest.approx(-np.log(possible), abs=2e-3)
+        tokens, logprobs = draw(logits.flip(-1), [params] * 4, np.zeros(4))  # at 0 the first possible one
+        assert tokens[:3].tolist() == [0, 299, 0]
+        assert tokens[3] >= 200
+        assert np.isfinite(logprobs).all()
 
 
 def counts_of(params, prompt, completion):
@@ -156,7 +160,8 @@ ids_below_200 = st.lists(st.integers(0, 199), max_size=30)
     vocabulary=st.sampled_from([1, 2, 200, 255, 256, 257, 700]),
     prompt=st.lists(st.integers(0, 199), min_size=1, max_size=30),
     completion=ids_below_200,
-    params=st.builds(
+    params=st.sampled_from([SamplingParams(), SamplingParams(temperature=0.7)])
+    | st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.6, 1.0, 1.5]),
         top_k=st.sampled_from([-1, 1, 7, 150]),
@@ -168,7 +173,7 @@ ids_below_200 = st.lists(st.integers(0, 199), max_size=30)
     ),
     u=st.floats(0, 1, exclude_max=True),
 )
-@examples(200)
+@examples(250)
 def test_options_are_those_of_transformers(seed, scale, vocabulary, prompt, completion, params, u):
     """All in one: the token at which the cumulated probability exceeds u, with its logprob; alone or in company."""
     logits = (np.random.default_rng(seed).normal(size=vocabulary) * scale).astype(np.float32)
