@@ -225,6 +225,7 @@ FUNCTIONS: list[tuple[Any, dict[str, Any], Ends]] = [  # the same of arguments
     (metrics.pass_at_k, {"n": [3], "c": [1], "k": 2}, {
         "n": ([[2]], [[1]]), "c": ([[0], [3]], [[-1], [4], [0.5], [1, 1]])}),
     (metrics.group_informativeness, {"rewards": [[0.0, 1.0]], "high": 0.5}, {"low": ([0.4, -3.0], [0.5, NAN])}),
+    (metrics.token_lag, {"versions": [[0]]}, {"current": STEPS}),
     (metrics.clip_fraction, RATIOS, {"clip_low_threshold": ([0.0, 1.0], [DOWN, 1.1])}),
     (corrections.token_tis, RATIOS, {"clip_low_threshold": ([0.0, 1.0], [DOWN, 1.1])}),
     (corrections.clamp, RATIOS, {"bound": ([UP, 300.0], [0.0, 300.1])}),
