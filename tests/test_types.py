@@ -183,7 +183,7 @@ OPTIONS: Ends = {  # of SamplingParams and of Sample
     "top_p": ([UP, 1.0], [0.0, 1.1]),
     "top_k": ([-1, 1], [0, -2, True, -1.0]),
     "min_p": ([0.0, 1.0], [DOWN, 1.1, NAN]),
-    "repetition_penalty": ([1e-3, 1e3], [0.0, -1.0, 1001.0]),
+    "repetition_penalty": ([1e-3, 1e3], [0.0, -1.0, 9.9e-4, 1001.0]),
     "presence_penalty": ([-2.0, 2.0], [-2.1, 2.1, 3.0]),
     "frequency_penalty": ([-2.0, 2.0], [-2.1, 2.1, "0.1"]),
 }
