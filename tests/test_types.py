@@ -41,6 +41,8 @@ def test_defaults_are_pinned():
         "SamplingParams(max_tokens=64, temperature=1.0, top_p=1.0, top_k=-1, stop=None, min_p=0.0, "
         "repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)"
     )
+    optional = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert optional == rlkit.types.OPTIONAL_OPTIONS  # what not every sampler has
     assert repr(Adam()) == (
         "Adam(learning_rate=0.0001, beta1=0.9, beta2=0.95, eps=1e-08, weight_decay=0.0, grad_clip_norm=0.0)"
     )
