@@ -47,7 +47,7 @@ OTHER: dict[str, Any] = {  # what a setting is changed to
     "level": "sequence", "low": 0.3, "high": 0.8, "max_length": 6, "mu": 0.1, "max_fraction": 1.0, "value": -1.0,
     "factor": 0.4, "end": 0.2, "start": 0.5, "steps": 7, "peak": 0.5, "lora": False, "hidden_size": 2048, "current": 6,
 }  # fmt: skip
-# What stands while one setting is changed, and what a setting is changed to where that is not OTHER's.
+# Other arguments and settings of a function, and what its settings are changed to where that is not OTHER's value.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "losses.clip_cov": ({"cov_low": 0.0}, {}),
     "losses.rec": ({"clip_mode": "ring", "weight": "advantage", "regularizer": "k2", "regularizer_coef": 0.2}, {}),
@@ -174,7 +174,7 @@ def test_each_setting_changes_the_result_in_its_own_way(name: str) -> None:
     if not keys:
         return
     run = runner(name, given)
-    results = {"nothing": run(), **{key: run(**{key: others.get(key, OTHER.get(key))}) for key in sorted(keys)}}
+    results = {"nothing": run(), **{key: run(**{key: {**OTHER, **others}[key]}) for key in sorted(keys)}}
     for (a, x), (b, y) in itertools.combinations(results.items(), 2):
         same = x.shape == y.shape and np.allclose(x, y, rtol=1e-9, atol=1e-12)
         assert not same, f"changing {b} gives what changing {a} gives"
