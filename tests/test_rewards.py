@@ -93,6 +93,7 @@ def test_a_nonterminal_reward_joins_the_others(how: str, end: float, expected: f
     joined = rewards.nonterminal_reward([[0.3, 0.3], [], [0.3]], [True, False, False], value=end)
     assert [row.tolist() for row in joined] == [[0.3, 0.3], [end], [0.3, end]]
     assert rewards.nonterminal_override([0.6], [False], value=end).tolist() == [end]
+    np.testing.assert_array_equal(rewards.nonterminal_reward([NAN], False, value=end), [NAN, end])
 
 
 @laws
@@ -134,6 +135,7 @@ def test_stop_properly() -> None:
     """From 0 on the coefficient scales a cut answer's reward, below 0 it replaces it; -0.0 does not come out."""
     np.testing.assert_array_equal(rewards.stop_properly([2.0, -2.0], [True, True]), [0.0, 0.0])
     assert not np.signbit(rewards.stop_properly([-2.0], [True])).any()
+    assert rewards.stop_properly([2.0, 2.0], [True, False], coef=-0.5).tolist() == [-0.5, 2.0]
     np.testing.assert_array_equal(rewards.stop_properly([[2.0], [1.0, 4.0]], [[1], [0, 1]], coef=1.0)[1], [1.0, 4.0])
 
 
