@@ -213,13 +213,13 @@ def test_counts(prompt, completion):
 
 def test_penalties_worked_by_hand():
     """Divided or multiplied by the sign, then taken off by the count, then once; other rows are as they were."""
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
+    logits = torch.tensor([[2.0, -0.5, 1.0, 0.5], [2.0, -0.5, 1.0, 0.5]])
     params = [SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5), SamplingParams()]
     counts = [counts_of(params[0], [0, 1], [1, 1, 2]), None]
     found = penalize(logits, params, counts)
-    assert found[0].tolist() == [1.0, -4.0 - 2 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.5]
+    assert found[0].tolist() == [1.0, -1.0 - 2 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.5]
     assert found[1].tolist() == logits[1].tolist()
-    assert logits[0].tolist() == [2.0, -2.0, 1.0, 0.5]
+    assert logits[0].tolist() == [2.0, -0.5, 1.0, 0.5]
     with pytest.raises(rlkit.ConfigError, match=r"draw\(counts\)\[1\]"):  # what was there before has to be said
         draw(torch.zeros(2, 9), [SamplingParams(), SamplingParams(presence_penalty=1.0)], np.zeros(2))
 
