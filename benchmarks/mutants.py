@@ -53,7 +53,7 @@ LIMIT = 60  # seconds of processor time for a mutant; what takes longer never en
 LOCAL = [
     f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
 ]
-SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
+SETTINGS, RANGES, SHAPES = (f"tests/test_{name}.py" for name in ("settings_matter", "types", "shapes"))
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
@@ -67,12 +67,12 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     ),
     "corrections": (
         ["rlkit/corrections.py"],
-        ["tests/test_corrections.py", "tests/test_entropy_masks.py"],
-        ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS, RANGES],
+        ["tests/test_corrections.py"],
+        ["tests/test_corrections.py", SETTINGS, RANGES, SHAPES],
     ),
-    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES]),
-    "filters": (["rlkit/filters.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES]),
-    "rewards": (["rlkit/rewards.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES]),
+    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES, SHAPES]),
+    "filters": (["rlkit/filters.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES, SHAPES]),
+    "rewards": (["rlkit/rewards.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES, SHAPES]),
     "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS, RANGES]),
     "trajectory": (
         ["rlkit/trajectory/*.py"],
@@ -326,7 +326,9 @@ def main() -> None:
         if verdict == "survived":
             print(f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
 
+    temporary = tempfile.gettempdir()
     code = pytest.main([*tests, *OPTIONS], plugins=[Loop([m for m in found if m.owner != "class"], first, report)])
+    tempfile.tempdir = os.environ["TMPDIR"] = temporary  # the folder that tests/conftest.py made is gone
     unchanged = attrs.evolve(found[0], place=-1)
     if in_fork(lambda: imported_anew(unchanged, first)) != "survived":
         sys.exit("the tests do not pass without any mutant")

@@ -39,16 +39,13 @@ from mutations import ROOT, Mutant, changed_source, mutants
 LOCAL = "backends/local"
 PACKAGES = {  # what is changed in rlkit/, and its tests in tests/
     "advantages": (["advantages"], ["advantages"]),
-    "corrections": (["corrections.py"], ["test_corrections.py", "test_entropy_masks.py"]),
+    "corrections": (["corrections.py"], ["test_corrections.py"]),
     "credit": (["credit.py"], ["test_credit.py"]),
     "losses": (["losses"], ["losses"]),
     "queue": (["backends/trainer.py"], ["backends/test_queue.py", "backends/test_worker.py"]),
     "runs": (["runs"], ["runs"]),
     "trajectory": (["trajectory"], ["test_trajectory.py", "rollouts/test_alignment.py", "test_credit.py"]),
-    "types": (
-        ["types.py"],
-        ["test_types.py", "test_ranges.py", "test_tensors.py", "test_storage.py", "backends/test_toy.py"],
-    ),
+    "types": (["types.py"], ["test_types.py", "test_shapes.py", "test_storage.py", "backends/test_toy.py"]),
     "rollouts": (["rollouts"], ["rollouts"]),
     "gateway": (["gateway"], ["gateway"]),
     "local-sampling": ([f"{LOCAL}/sampling"], [f"{LOCAL}/sampling", f"{LOCAL}/test_sampling_engine.py"]),

@@ -201,7 +201,7 @@ def entries(where: str, value: object, count: int | None = None, why: str = "") 
     if isinstance(value, (str, bytes, Mapping)) or not listed:
         raise DataError(where, f"got {describe(value)}", "a sequence" + f" of {count}" * (count is not None), why)
     if count is not None and len(sized) != count:
-        raise DataError(where, f"has {len(sized)} entries", f"{count}", why)
+        raise DataError(where, f"has length {len(sized)}", f"{count}", why)
 
 
 def optional(

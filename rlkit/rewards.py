@@ -126,7 +126,7 @@ def nonterminal_reward(rewards: RowsLike, finished: RowsLike | bool, *, value: f
     one = rows.form == "row"
     flags = Rows.read("finished", cast("RowsLike", [finished] if one else finished), boolean=True)
     if flags.form != "row" or flags.flat.size != rows.lengths.size:
-        raise DataError("finished", f"has {flags.flat.size} entries", f"{rows.lengths.size}", "one per trajectory")
+        raise DataError("finished", f"has length {flags.flat.size}", f"{rows.lengths.size}", "one per trajectory")
     parts = np.split(rows.flat, rows.ends[:-1])
     joined = [part if end else np.append(part, value) for part, end in zip(parts, flags.flat, strict=True)]
     return joined[0] if one else joined

@@ -1,8 +1,10 @@
-"""Off-policy corrections: reference values, formulas as loops, laws, and what is refused."""
+"""Corrections: reference values, formulas as loops, laws, what is refused; masks that keep tokens for the entropy.
+
+Bad logprobs are in tests/test_metrics.py, ranges of settings in tests/test_types.py.
+"""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +14,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rlkit
 from rlkit import corrections
+from rlkit.corrections import clip_b, clip_v, top_entropy
 from rlkit.errors import ConfigError, DataError
+from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.golden import Case, assert_close, cases, each_case
 from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
 RATIOS = sorted(set(corrections.__all__) - {"clip_b", "clip_v", "top_entropy"})  # of two policies' logprobs
+LEVELS: dict[str, Callable[[list[float]], float]] = {
+    "sequence-sum": math.fsum,
+    "sequence-mean": lambda x: math.fsum(x) / len(x),
+    "sequence-max": max,
+}
 laws = examples(50)
-EXTRA: dict[str, dict[str, Any]] = {"divergence_rejection": {"threshold": 0.1}}
+
+
+def bounds(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+def test_defaults_are_pinned() -> None:
+    """Everything goes by name only."""
+    assert read_defaults(corrections, by_name=True) == {
+        "clamp": {"bound": 20.0},
+        "clip_b": {"mu": 2.5},
+        "clip_v": {"mu": 8.5, "max_fraction": 1e-4},
+        "divergence_rejection": {"level": "token", "estimator": "k3"},
+        "geometric_sequence_mask": bounds(0.999, 1.002),
+        "icepop": bounds(0.5, 5.0),
+        "outlier_veto": bounds(1e-4, 100.0),
+        "sequence_mask": bounds(0.5, 2.0),
+        "sequence_tis": bounds(0.0, 2.0),
+        "token_mask": bounds(0.5, 2.0),
+        "token_tis": bounds(0.0, 2.0),
+        "top_entropy": {"fraction": 0.2},
+    }
 
 
 @each_case(cases("corrections"))
@@ -39,7 +70,8 @@ def pairs(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def call(name: str, p: Any, q: Any, **settings: Any) -> Any:
-    return getattr(corrections, name)(trainer_logprobs=p, sampling_logprobs=q, **{**EXTRA.get(name, {}), **settings})
+    more = {"threshold": 0.1} if name == "divergence_rejection" else {}
+    return getattr(corrections, name)(trainer_logprobs=p, sampling_logprobs=q, **{**more, **settings})
 
 
 def k3(d: float) -> float:
@@ -50,42 +82,20 @@ def inside(w: float) -> float:
     return float(0.7 <= w <= 1.6)
 
 
+def clip(w: float) -> float:
+    return max(0.6, min(w, 1.3))
+
+
 LOOPS: dict[str, tuple[dict[str, Any], Callable[[list[float]], list[float]]]] = {
-    "token_tis": (
-        {"clip_low_threshold": 0.6, "clip_high_threshold": 1.3},
-        lambda d: [max(0.6, min(math.exp(x), 1.3)) for x in d],
-    ),
-    "sequence_tis": (
-        {"clip_low_threshold": 0.6, "clip_high_threshold": 1.3},
-        lambda d: [max(0.6, min(math.exp(math.fsum(d)), 1.3))] * len(d),
-    ),
-    "icepop": (
-        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
-        lambda d: [math.exp(x) * inside(math.exp(x)) for x in d],
-    ),
+    "token_tis": (bounds(0.6, 1.3), lambda d: [clip(math.exp(x)) for x in d]),
+    "sequence_tis": (bounds(0.6, 1.3), lambda d: [clip(math.exp(math.fsum(d)))] * len(d)),
+    "icepop": (bounds(0.7, 1.6), lambda d: [math.exp(x) * inside(math.exp(x)) for x in d]),
     "clamp": ({"bound": 0.4}, lambda d: [math.exp(max(-0.4, min(0.4, x))) for x in d]),
-    "token_mask": (
-        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
-        lambda d: [inside(math.exp(x)) for x in d],
-    ),
-    "sequence_mask": (
-        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
-        lambda d: [inside(math.exp(math.fsum(d)))] * len(d),
-    ),
-    "geometric_sequence_mask": (
-        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
-        lambda d: [inside(math.exp(math.fsum(d) / len(d)))] * len(d),
-    ),
-    "outlier_veto": (
-        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
-        lambda d: [min(inside(math.exp(x)) for x in d)] * len(d),
-    ),
+    "token_mask": (bounds(0.7, 1.6), lambda d: [inside(math.exp(x)) for x in d]),
+    "sequence_mask": (bounds(0.7, 1.6), lambda d: [inside(math.exp(math.fsum(d)))] * len(d)),
+    "geometric_sequence_mask": (bounds(0.7, 1.6), lambda d: [inside(math.exp(math.fsum(d) / len(d)))] * len(d)),
+    "outlier_veto": (bounds(0.7, 1.6), lambda d: [min(inside(math.exp(x)) for x in d)] * len(d)),
     "divergence_rejection": ({"threshold": 0.1}, lambda d: [float(k3(x) <= 0.1) for x in d]),
-}
-LEVELS: dict[str, Callable[[list[float]], float]] = {
-    "sequence-sum": math.fsum,
-    "sequence-mean": lambda x: math.fsum(x) / len(x),
-    "sequence-max": max,
 }
 
 
@@ -93,34 +103,31 @@ LEVELS: dict[str, Callable[[list[float]], float]] = {
 @given(pairs(), st.sampled_from(sorted(LOOPS)))
 def test_formulas(pair: Any, name: str) -> None:
     """Every correction equals its formula as a loop over sequences, empty ones included."""
-    p, q = pair
     settings, loop = LOOPS[name]
-    d = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(p, q, strict=True)]
-    assert_close(call(name, p, q, **settings), [loop(row) if row else [] for row in d])
+    d = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(*pair, strict=True)]
+    assert_close(call(name, *pair, **settings), [loop(row) if row else [] for row in d])
 
 
 @laws
 @given(pairs(), st.sampled_from(sorted(LEVELS)), st.sampled_from(["k2", "k3"]))
 def test_divergence_levels(pair: Any, level: str, estimator: str) -> None:
     """Sequence levels reject whole sequences by the sum, mean or largest divergence of their tokens."""
-    p, q = pair
     each = {"k2": lambda x: x * x / 2, "k3": k3}[estimator]
     expected = []
-    for x, y in zip(p, q, strict=True):
+    for x, y in zip(*pair, strict=True):
         divergences = [each(a - b) for a, b in zip(x, y, strict=True)]
         expected.append([float(LEVELS[level](divergences) <= 0.3)] * len(x) if x else [])
-    assert_close(call("divergence_rejection", p, q, threshold=0.3, level=level, estimator=estimator), expected)
+    assert_close(call("divergence_rejection", *pair, threshold=0.3, level=level, estimator=estimator), expected)
 
 
 @laws
 @given(pairs())
 def test_batch_normalized_averages_one(pair: Any) -> None:
     """Normalised weights average 1 over the batch and keep their proportions."""
-    p, q = pair
-    found = np.concatenate([np.ravel(row) for row in call("batch_normalized", p, q)])
+    found = np.concatenate([np.ravel(row) for row in call("batch_normalized", *pair)])
     if found.size:
         assert found.mean() == pytest.approx(1.0)
-        w = np.exp([a - b for x, y in zip(p, q, strict=True) for a, b in zip(x, y, strict=True)])
+        w = np.exp([a - b for x, y in zip(*pair, strict=True) for a, b in zip(x, y, strict=True)])
         np.testing.assert_allclose(found, w / w.mean())
 
 
@@ -133,75 +140,59 @@ def test_sequences_in_any_order(pair: Any, name: str, random: Any) -> None:
     before, after = call(name, p, q), call(name, [p[i] for i in order], [q[i] for i in order])
     for place, i in enumerate(order):
         np.testing.assert_allclose(after[place], before[i], rtol=1e-12)
-    if inspect.getmodule(getattr(corrections, name)) and ("mask" in name or name in ("outlier_veto", *EXTRA)):
+    if "mask" in name or name in ("outlier_veto", "divergence_rejection"):
         assert {x for row in before for x in np.ravel(row).tolist()} <= {0.0, 1.0}
 
 
 @for_each("name", RATIOS)
-def test_on_policy(name: str) -> None:
-    """Where trainer and sampler agree, every weight and every mask is exactly 1."""
+def test_corners(name: str) -> None:
+    """On policy all are exactly 1; a token that one policy finds impossible gives no infinity; no tokens give none."""
     p = [[-0.1, -2.3], [-1.0]]
     assert [row.tolist() for row in call(name, p, p)] == [[1.0, 1.0], [1.0]]
     assert call(name, p[0], p[0]).shape == (2,)
     assert call(name, np.array([p[0]], np.float32), np.array([p[0]], np.float32)).dtype == np.float64
-
-
-@for_each("name", RATIOS)
-@for_each("gap", [-1e6, -800.0, 800.0, 1e6])
-def test_finite(name: str, gap: float) -> None:
-    """A token that one policy finds impossible gives no infinity and no NaN."""
-    p, q = min(gap, 0.0), min(-gap, 0.0)
-    for row in call(name, [[p, -1.0], [p, p]], [[q, -1.0], [q, q]]):
-        assert np.isfinite(row).all()
+    for gap in (-1e6, -800.0, 800.0, 1e6):
+        x, y = min(gap, 0.0), min(-gap, 0.0)
+        assert all(np.isfinite(row).all() for row in call(name, [[x, -1.0], [x, x]], [[y, -1.0], [y, y]])), gap
+    assert [row.size for row in call(name, [[], []], [[], []])] == [0, 0]
 
 
 def test_bounds_belong_to_the_inside() -> None:
     """A ratio on a bound is kept, and asymmetric bounds are not the other way round."""
     p, q = [math.log(0.75), math.log(0.375), math.log(0.5), math.log(0.3)], [math.log(0.5)] * 4
-    bounds = {"clip_low_threshold": 0.75, "clip_high_threshold": 1.0}
-    np.testing.assert_array_equal(call("token_mask", p, q, **bounds), [0.0, 1.0, 1.0, 0.0])
-    np.testing.assert_allclose(call("icepop", p, q, **bounds), [0.0, 0.75, 1.0, 0.0])
-    keep = {"clip_low_threshold": 0.9, "clip_high_threshold": 2.0}
-    np.testing.assert_array_equal(call("token_mask", p[:2], q[:2], **keep), [1.0, 0.0])
+    np.testing.assert_array_equal(call("token_mask", p, q, **bounds(0.75, 1.0)), [0.0, 1.0, 1.0, 0.0])
+    np.testing.assert_allclose(call("icepop", p, q, **bounds(0.75, 1.0)), [0.0, 0.75, 1.0, 0.0])
+    np.testing.assert_array_equal(call("token_mask", p[:2], q[:2], **bounds(0.9, 2.0)), [1.0, 0.0])
+    kept = call("geometric_sequence_mask", [[-1.0], [-3.0]], [[-1.5], [-1.0]], **bounds(0.2, 1.7))
+    assert [row.tolist() for row in kept] == [[1.0], [0.0]], "ratios of 1.65 and 0.135"
 
 
-def test_no_tokens_at_all() -> None:
-    """A batch without tokens gives a result without tokens."""
-    for name in RATIOS:
-        assert [row.size for row in call(name, [[], []], [[], []])] == [0, 0]
+def test_levels_tell_sums_means_and_the_largest_apart() -> None:
+    """Two tokens that both diverge, by 2 and 0.5; what is on the threshold is kept, also where that is 0."""
 
+    def reject(p: Any, q: Any, level: str, threshold: float, estimator: str) -> Any:
+        return call("divergence_rejection", p, q, level=level, threshold=threshold, estimator=estimator)
 
-@for_each("name", RATIOS)
-def test_bad_logprobs(name: str) -> None:
-    """Logprobs have to be finite and of one shape."""
-    for p, q, message in (
-        ([-1.0], [-1.0, -2.0], "sampling_logprobs"),
-        ([[-1.0], [-1.0, -2.0]], [[-1.0], [-1.0]], r"sampling_logprobs\[1\]"),
-        ([[-1.0, NAN]], [[-1.0, -1.0]], r"trainer_logprobs\[0\]\[1\]: is nan"),
-        ([-1.0], [-INF], r"sampling_logprobs\[0\]: is -inf"),
-        (None, [-1.0], "trainer_logprobs"),
-        ([0.11], [-1.0], r"trainer_logprobs\[0\]: is 0.11; expected a logprob"),
-        ([[-1.0], [-1.0, -1.0]], [[-1.0], [-1.0, 3.0]], r"sampling_logprobs\[1\]\[1\]: is 3.0; expected a logprob"),
-        ([-1.0], ["x"], r"sampling_logprobs\[0\]"),
-    ):
-        with pytest.raises(DataError, match=rf"^{message}"):
-            call(name, p, q)
+    p, q = [[-3.0, -2.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0, -1.0]]
+    for level, divergence in {"sequence-sum": 2.5, "sequence-mean": 1.25, "sequence-max": 2.0}.items():
+        np.testing.assert_array_equal(reject(p, q, level, divergence - 0.01, "k2"), [[0.0] * 2, [1.0] * 2])
+        np.testing.assert_array_equal(reject(p, q, level, divergence, "k2"), [[1.0] * 2, [1.0] * 2])
+    for level in ("token", *LEVELS):
+        for lp, threshold, estimator in ((-3.0, 2.0, "k2"), (-1.0, 0.0, "k2"), (-1.0, 0.0, "k3")):
+            found = reject([[lp], []], [[-1.0], []], level, threshold, estimator)
+            assert [row.tolist() for row in found] == [[1.0], []], (level, threshold)
 
 
 @for_each(
     ("name", "settings", "message"),
     [
         ("token_tis", {"clip_high_threshold": -1.0}, "clip_high_threshold"),
-        ("token_tis", {"clip_low_threshold": 2.5}, "clip_low_threshold"),
         ("sequence_tis", {"clip_high_threshold": INF}, "clip_high_threshold"),
         ("icepop", {"clip_low_threshold": 6.0}, "clip_low_threshold"),
         ("token_mask", {"clip_low_threshold": 3.0}, "clip_low_threshold"),
         ("sequence_mask", {"clip_high_threshold": 0.1}, "clip_high_threshold"),
         ("geometric_sequence_mask", {"clip_low_threshold": None}, "clip_low_threshold"),
         ("outlier_veto", {"clip_high_threshold": NAN}, "clip_high_threshold"),
-        ("clamp", {"bound": 0.0}, "bound"),
-        ("clamp", {"bound": 1e9}, "bound"),
-        ("divergence_rejection", {"threshold": -0.1}, "threshold"),
         ("divergence_rejection", {"level": "batch"}, "level"),
         ("divergence_rejection", {"estimator": "k1"}, "estimator"),
     ],
@@ -212,44 +203,126 @@ def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None
         call(name, [-1.0], [-1.0], **settings)
 
 
-def test_defaults_and_public_names() -> None:
-    """Defaults are pinned; everything goes by name only; every public name has an example."""
-    found = {}
-    for name in RATIOS:
-        parameters = inspect.signature(getattr(corrections, name)).parameters.values()
-        assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
-        assert ">>>" in getattr(corrections, name).__doc__
-        found[name] = {p.name: p.default for p in parameters if p.default is not p.empty}
-    bounds = lambda low, high: {"clip_low_threshold": low, "clip_high_threshold": high}  # noqa: E731
-    assert found == {
-        "batch_normalized": {},
-        "clamp": {"bound": 20.0},
-        "divergence_rejection": {"level": "token", "estimator": "k3"},
-        "geometric_sequence_mask": bounds(0.999, 1.002),
-        "icepop": bounds(0.5, 5.0),
-        "outlier_veto": bounds(1e-4, 100.0),
-        "sequence_mask": bounds(0.5, 2.0),
-        "sequence_tis": bounds(0.0, 2.0),
-        "token_mask": bounds(0.5, 2.0),
-        "token_tis": bounds(0.0, 2.0),
-    }
+# Masks that keep tokens for the entropy: values of Trinity-RFT 0.6.0's clipb and clipv.
+ENTROPIES: dict[str, Any] = {
+    "advantages": [[1.120894923] * 4, [-0.800639231] * 3, [-0.320255692] * 5],
+    "entropy": [[1.4778, 1.0019, 1.8712, 1.3353], [1.2743, 1.1772, 1.7338], [1.2754, 1.6333, 1.734, 1.6139, 1.3114]],
+    "logprobs": [
+        [-0.9801, -1.6938, -1.8247, -1.3333],
+        [-0.4534, -0.6595, -1.0989],
+        [-0.8929, -1.5666, -2.096, -0.8492, -0.543],
+    ],
+}
+SUMS: dict[str, Any] = {
+    "sum_p2": [[0.2678, 0.5024, 0.1708, 0.3161], [0.4323, 0.3899, 0.2122], [0.3423, 0.2225, 0.2096, 0.2553, 0.3828]],
+    "sum_p2_logp": [
+        [-0.3259, -0.256, -0.2893, -0.3223],
+        [-0.2519, -0.3196, -0.3007],
+        [-0.3322, -0.3136, -0.2978, -0.2988, -0.2786],
+    ],
+}
 
 
-def test_levels_tell_sums_means_and_the_largest_apart() -> None:
-    """Two tokens that both diverge, by 2 and 0.5: their sum, mean and largest are three numbers."""
-    p, q = [[-3.0, -2.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0, -1.0]]
-    kept = {"sequence-sum": 2.5, "sequence-mean": 1.25, "sequence-max": 2.0}
-    for level, divergence in kept.items():
-        for threshold, keep in ((divergence - 0.01, 0.0), (divergence, 1.0)):
-            found = call("divergence_rejection", p, q, threshold=threshold, level=level, estimator="k2")
-            np.testing.assert_array_equal(found, [[keep] * 2, [1.0] * 2])
+def test_masks_of_entropies_keep_what_a_peer_keeps() -> None:
+    """Of many candidates ``clip_v`` drops those with the largest score; rows may be one after the other."""
+    flat = {name: np.concatenate(rows) for name, rows in {**ENTROPIES, **SUMS}.items()}
+    for mask, settings, last in (
+        (clip_b, {"mu": 0.3}, [1, 0, 0, 1, 1]),
+        (clip_b, {"mu": 1.0}, [1, 1, 0, 1, 1]),
+        (clip_b, {}, [1, 1, 1, 1, 1]),
+        (clip_v, {"mu": 0.05, "max_fraction": 1.0}, [1, 0, 0, 1, 1]),
+        (clip_v, {"mu": 0.05, "max_fraction": 0.1}, [1, 1, 0, 1, 1]),
+        (clip_v, {"mu": 0.05, "max_fraction": 0.0}, [1, 1, 0, 1, 1]),
+        (clip_v, {"mu": 0.3, "max_fraction": 1.0}, [1, 1, 0, 1, 1]),
+        (clip_v, {}, [1, 1, 1, 1, 1]),
+    ):
+        names = (*ENTROPIES, *(SUMS if mask is clip_v else ()))
+        found = mask(**{name: {**ENTROPIES, **SUMS}[name] for name in names}, **settings)
+        assert [row.tolist() for row in found] == [[1.0] * 4, [1.0] * 3, last], (mask, settings)
+        assert mask(**{name: flat[name] for name in names}, **settings).tolist() == np.concatenate(found).tolist()
 
 
-def test_a_divergence_on_the_threshold_is_kept() -> None:
-    """At every level: a token whose k2 is the threshold, and one of divergence 0 where the threshold is 0."""
-    for level in ("token", "sequence-sum", "sequence-mean", "sequence-max"):
-        for p, threshold in ((-3.0, 2.0), (-1.0, 0.0)):  # d = -2 and 0
-            found = call("divergence_rejection", [[p]], [[-1.0]], threshold=threshold, level=level, estimator="k2")
-            assert found.tolist() == [[1.0]], (level, threshold)
-        found = call("divergence_rejection", [[-1.0]], [[-1.0]], threshold=0.0, level=level, estimator="k3")
-        assert found.tolist() == [[1.0]], level
+@laws
+@given(
+    st.lists(st.lists(st.floats(0, 5), max_size=6), min_size=1, max_size=5).filter(any),
+    st.sampled_from([0.05, 0.2, 0.5, 1.0]),
+)
+def test_top_entropy(entropy: list[list[float]], fraction: float) -> None:
+    """Kept is what reaches the batch's quantile: at least the fraction, and nothing below what was dropped."""
+    flat = np.concatenate([np.ravel(row) for row in entropy])
+    found = np.concatenate([np.ravel(row) for row in top_entropy(entropy=entropy, fraction=fraction)])
+    np.testing.assert_array_equal(found, flat >= np.quantile(flat, 1 - fraction))
+    assert found.sum() >= np.floor(fraction * flat.size)
+    assert flat[found == 0].max(initial=-1) < flat[found == 1].min()
+
+
+@laws
+@given(st.integers(0, 2**32))
+def test_only_bad_tokens_are_dropped(seed: int) -> None:
+    """Tokens whose advantage is not negative stay, whatever their score; the result is 0 or 1."""
+    rng = np.random.default_rng(seed)
+    p = rng.dirichlet(np.full(6, 0.3), 40).clip(1e-9)
+    chosen, a = p[np.arange(40), rng.integers(6, size=40)], rng.normal(0, 1, 40).round()
+    of_b = {"entropy": -(p * np.log(p)).sum(1), "logprobs": np.log(chosen), "advantages": a}
+    of_v = {"sum_p2": (p**2).sum(1), "sum_p2_logp": (p**2 * np.log(p)).sum(1), "max_fraction": 0.1}
+    for mask, given_, most in ((clip_b, of_b, 40), (clip_v, {**of_b, **of_v}, 4)):
+        found = mask(**given_, mu=0.1)
+        assert set(found.tolist()) <= {0.0, 1.0}
+        assert (found[a >= 0] == 1).all()
+        assert (found == 0).sum() <= most
+        assert mask(**given_, mu=1e6).all()
+
+
+def test_entropies_at_their_corners() -> None:
+    """A score on the bound is kept; scores that do not vary, or only by rounding, and no tokens keep what there is."""
+    pair: dict[str, Any] = {"entropy": [0.0, 2.0], "logprobs": [0.0, -3.0], "advantages": [-1.0, -1.0]}
+    sums = {"sum_p2": [1.0, 0.3], "sum_p2_logp": [0.0, -0.4]}  # D of the second: 0.3 * 2 - 0.4 + e^-3 > 0
+    assert clip_v(**pair, **sums, mu=0.0, max_fraction=1.0).tolist() == [1.0, 0.0]
+    three = {"entropy": [0.0, 1.0, 0.5], "logprobs": [0.0] * 3, "advantages": [-1.0] * 3}  # S is H, its mean 0.5
+    assert clip_b(**three, mu=0.0).tolist() == [0.0, 1.0, 1.0]
+    two = {"entropy": [0.5, 1.0], "logprobs": [-0.5, -1.0], "advantages": [-1.0, -1.0]}  # each is 1 deviation away
+    assert clip_b(**two, mu=1.0).tolist() == [1.0, 1.0]
+    sums = {"sum_p2": [0.5] * 3, "sum_p2_logp": [-0.3] * 3}
+    for entropy in ([0.7] * 3, [0.7, 0.7 + 1e-15, 0.7 - 1e-15]):
+        one = {"entropy": entropy, "logprobs": [-0.7] * 3, "advantages": [-1.0] * 3}
+        assert clip_b(**one, mu=0.0).tolist() == clip_v(**one, **sums, mu=0.0, max_fraction=1.0).tolist() == [1.0] * 3
+    none: Any = {name: [[], []] for name in ENTROPIES}
+    for found in (clip_b(**none), clip_v(**none, **{name: [[], []] for name in SUMS}), top_entropy(entropy=[[], []])):
+        assert [row.size for row in found] == [0, 0]
+
+
+def test_entropies_that_are_refused() -> None:
+    """Bad input is named; what float32 rounds beyond the range by up to 1e-4 is taken, and no more."""
+    one: dict[str, Any] = {name: [0.0] for name in (*ENTROPIES, *SUMS)} | {"advantages": [-1.0], "sum_p2": [1.0]}
+    for name, edge, beyond in (("entropy", -1e-4, -1e-6), ("sum_p2", 1 + 1e-4, 1e-6), ("sum_p2_logp", 1e-4, 1e-6)):
+        assert clip_v(**{**one, name: [edge]}).tolist() == [1.0]
+        with pytest.raises(DataError, match=rf"^{name}\[0\]"):
+            clip_v(**{**one, name: [edge + beyond]})
+    for name, value, message in (
+        ("sum_p2", [0.0], r"sum_p2\[0\]: is 0.0"),
+        ("logprobs", [0.5], r"logprobs\[0\]: is 0.5"),
+        ("advantages", [INF], r"advantages\[0\]"),
+        ("advantages", [[1.0]], "advantages"),
+        ("entropy", [NAN], r"entropy\[0\]: is nan"),
+    ):
+        with pytest.raises(DataError, match=rf"^{message}"):
+            clip_v(**{**one, name: value})
+    with pytest.raises(DataError, match=r"^entropy\[1\]\[0\]: is -1.0"):
+        top_entropy(entropy=[[0.1], [-1.0]])
+
+
+def test_masks_of_a_policys_entropies() -> None:
+    """What ``want`` gives is what the masks take, and a dropped token has no gradient."""
+    with rlkit.connect("toy", seed=0) as policy:
+        with policy.sampler().result() as sampler:
+            samples = sampler.sample([65, 66], rlkit.SamplingParams(max_tokens=6), n=4).result()
+        data = [sample.datum(a) for sample, a in zip(samples, (1.0, -1.0, 0.5, -0.5), strict=True)]
+        output = policy.forward(data, want=("entropy", *SUMS)).result()
+        select = lambda arrays: [d.select(x) for d, x in zip(data, arrays, strict=True)]  # noqa: E731
+        outputs: dict[str, Any] = {name: select(output.outputs[name]) for name in ("entropy", *SUMS)}
+        mask = top_entropy(entropy=outputs["entropy"], fraction=0.25)
+        assert 0 < sum(row.sum() for row in mask) < sum(row.size for row in mask)
+        outputs |= {"logprobs": output.selected, "advantages": select([d.inputs["advantages"] for d in data])}
+        clip_v(**outputs, mu=0.1)
+        loss = policy.forward_backward([d.with_inputs(weights=m) for d, m in zip(data, mask, strict=True)], "ppo")
+        assert np.isfinite(loss.result().metrics["loss:sum"])

@@ -237,7 +237,7 @@ def test_modes_of_weights():
         ({"kl_coef": 0.1}, "kl_coef: is 0.1; expected reference="),
         ({"kl_coef": -1.0, "reference": Frozen(0.0)}, "kl_coef: got -1"),
         ({"entropy_coef": -1.0}, "entropy_coef: got -1"),
-        ({"weights": [1.0]}, "weights: has 1 entries; expected 4"),
+        ({"weights": [1.0]}, "weights: has length 1; expected 4"),
         ({"weights": "token-men"}, "token-men"),
         ({"rewards": [1.0, [1.0], 0.0, 0.0]}, r"rewards\[1\]: has shape \(1,\); expected \(3,\)"),
         ({"estimator": lambda rewards: [np.zeros(1)]}, "estimator: returned an array of shape"),

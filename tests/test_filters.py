@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 import rlkit.advantages as adv
 from rlkit import filters
 from rlkit.errors import ConfigError, DataError
+from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.properties import examples
 
@@ -21,6 +21,14 @@ NAN, INF = float("nan"), float("inf")
 laws = examples(50)
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN])
 batches = st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def test_defaults_are_pinned() -> None:
+    assert read_defaults(filters) == {
+        "difficulty_band": {"low": 0.1, "high": 0.95},
+        "dynamic_sampling": {"correct": 1.0, "needed": None, "keep_when_insufficient": False},
+        "zero_variance": {"threshold": 0.0},
+    }
 
 
 @laws
@@ -44,24 +52,25 @@ def test_zero_variance_threshold(batch: list[list[float]], threshold: float) -> 
     assert filters.zero_variance(batch, threshold=threshold).keep.tolist() == expected
 
 
-def test_all_tied() -> None:
-    """A batch in which every group is constant keeps nothing, and refilling it gives nothing."""
-    for dtype in (np.float16, np.float32, np.float64):
-        selection = filters.zero_variance(np.full((5, 7), 0.1, dtype))
-        assert selection.kept == 0
-        assert dict(selection.dropped) == {"zero_variance": 5}
-        assert selection.refilled().size == 0
+def test_what_is_on_an_end_counts_as_inside() -> None:
+    """Rewards on a band's bounds, a deviation on the threshold, no length at all; a group of one has a mean."""
+    assert filters.difficulty_band([[0.1, 0.1], [0.9, 0.9]], low=0.1, high=0.9).keep.tolist() == [True, True]
+    assert filters.difficulty_band([[0.5], [0.9]], high=0.6).keep.tolist() == [True, False]
+    spread = float(np.std([0.0, 1.0], ddof=1))
+    assert filters.zero_variance([[0.0, 1.0]], threshold=spread).keep.tolist() == [False]
+    assert filters.overlong([0], max_length=0).keep.tolist() == [True]
 
 
 def test_refilled() -> None:
-    """Kept groups are repeated in order until there are as many as before, or as asked."""
+    """Kept groups are repeated in order until there are as many as before, or as asked; of none there are none."""
     selection = filters.zero_variance([[1, 1], [1, 0], [0, 0], [0, 1], [1, 1]])
     assert selection.refilled().tolist() == [1, 3, 1, 3, 1]
-    assert selection.refilled(3).tolist() == [1, 3, 1]
-    assert selection.refilled(1).tolist() == [1]
-    assert selection.refilled(0).tolist() == []
+    assert [selection.refilled(count).tolist() for count in (3, 1, 0)] == [[1, 3, 1], [1], []]
     with pytest.raises(ConfigError, match="^count"):
         selection.refilled(-1)
+    for dtype in (np.float16, np.float32, np.float64):
+        tied = filters.zero_variance(np.full((5, 7), 0.1, dtype))
+        assert (tied.kept, dict(tied.dropped), tied.refilled().size) == (0, {"zero_variance": 5}, 0)
 
 
 @laws
@@ -117,88 +126,51 @@ def test_and() -> None:
 
 
 def test_selection_of_your_own() -> None:
-    """A mask is copied, so that what was checked stays; a list is as good as an array; nothing may be selected."""
+    """A mask is copied, so that what was checked stays; a list is as good; nothing may be selected; it is itself."""
     keep = np.array([True, False])
     mine = filters.Selection(keep, {"mine": 1})
     keep[:] = True
     assert mine.keep.tolist() == [True, False]
     with pytest.raises(ValueError, match="read-only"):
         mine.keep[1] = True
-    assert filters.Selection([True, False], {}).kept == 1  # type: ignore[arg-type]
-    empty = filters.Selection([], {})  # type: ignore[arg-type]
+    other, empty = filters.Selection([True, False], {"mine": 1}), filters.Selection([], {})  # type: ignore[arg-type]
+    assert other.kept == 1
     assert (empty.kept, empty.keep.dtype, empty.indices.size) == (0, bool, 0)
+    assert len({mine, mine, other}) == 2
+
+
+MASKS: list[Any] = [[0, 1], np.array([2, 5]), np.array([1.0, 0.0]), [[True], [False]], np.zeros((0, 2), bool)]
+MASKS += [[[True], [True, False]], True, ["a"]]
 
 
 @for_each(
-    ("keep", "dropped", "message"),
+    ("call", "error", "message"),
     [
-        ([0, 1], {}, "keep: got"),
-        (np.array([2, 5]), {}, "keep: got"),
-        (np.array([1.0, 0.0]), {}, "keep: got"),
-        ([[True], [False]], {}, "keep: got"),
-        (np.zeros((0, 2), bool), {}, "keep: got"),
-        ([[True], [True, False]], {}, "keep: got"),
-        (True, {}, "keep: got"),
-        (None, {}, "keep: is None"),
-        (["a"], {}, "keep: got"),
-        ([True], None, "dropped: got None"),
-        ([True], ["mine"], "dropped: got"),
-        ([True], {1: 1}, "dropped: got {1: 1}"),
-        ([True], {"mine": -1}, r"dropped\['mine'\]: got -1"),
-        ([True], {"mine": 0.5}, r"dropped\['mine'\]: got 0.5"),
+        *[(lambda x=x: filters.Selection(x, {}), DataError, "keep: got") for x in MASKS],
+        (lambda: filters.Selection(None, {}), DataError, "keep: is None"),
+        (lambda: filters.Selection([True], None), DataError, "dropped: got None"),
+        (lambda: filters.Selection([True], ["mine"]), DataError, "dropped: got"),
+        (lambda: filters.Selection([True], {1: 1}), DataError, "dropped: got {1: 1}"),
+        (lambda: filters.Selection([True], {"mine": -1}), DataError, r"dropped\['mine'\]: got -1"),
+        (lambda: filters.Selection([True], {"mine": 0.5}), DataError, r"dropped\['mine'\]: got 0.5"),
+        (lambda: filters.zero_variance([]), DataError, "rewards"),
+        (lambda: filters.zero_variance([[1.0], []]), DataError, r"rewards\[1\]"),
+        (lambda: filters.zero_variance([1.0, INF]), DataError, r"rewards\[1\]"),
+        (lambda: filters.dynamic_sampling([1.0], keep_when_insufficient=True), ConfigError, "needed"),
+        (lambda: filters.dynamic_sampling([1.0], keep_when_insufficient=1, needed=1), ConfigError, "keep_when"),
+        (lambda: filters.dynamic_sampling([1.0], correct=NAN), ConfigError, "correct"),
+        (lambda: filters.difficulty_band([1.0], low=1.0), ConfigError, "low"),
+        (lambda: filters.difficulty_band([None]), DataError, r"rewards\[0\]"),
+        (lambda: filters.truncated(["stop", "eos"]), DataError, r"stop_reasons\[1\]"),
+        (lambda: filters.overlong([1, -1], max_length=3), DataError, r"lengths\[1\]"),
+        (lambda: filters.duplicates([[1], "text"]), DataError, r"sequences\[1\]"),
+        (lambda: filters.duplicates([[1], [0.5]]), DataError, r"sequences\[1\]"),
+        (lambda: filters.failed([None, "error"]), DataError, r"failures\[1\]"),
+        (lambda: filters.stale([1, 7], current=6, max_lag=1), DataError, r"versions\[1\]"),
+        (lambda: filters.unscored([INF]), DataError, r"rewards\[0\]"),
     ],
 )
-def test_selection_refuses(keep: Any, dropped: Any, message: str) -> None:
-    """A mask is booleans in one row (indices are none), and what was dropped are counts by name."""
-    with pytest.raises(DataError, match=rf"^{message}"):
-        filters.Selection(keep, dropped)
-
-
-@for_each(
-    ("name", "arguments", "settings", "error", "message"),
-    [
-        ("zero_variance", ([],), {}, DataError, "rewards"),
-        ("zero_variance", ([[1.0], []],), {}, DataError, r"rewards\[1\]"),
-        ("zero_variance", ([1.0, INF],), {}, DataError, r"rewards\[1\]"),
-        ("zero_variance", ([1.0],), {"threshold": -1.0}, ConfigError, "threshold"),
-        ("dynamic_sampling", ([1.0],), {"needed": 0}, ConfigError, "needed"),
-        ("dynamic_sampling", ([1.0],), {"keep_when_insufficient": True}, ConfigError, "needed"),
-        ("dynamic_sampling", ([1.0],), {"keep_when_insufficient": 1, "needed": 1}, ConfigError, "keep_when"),
-        ("dynamic_sampling", ([1.0],), {"correct": NAN}, ConfigError, "correct"),
-        ("difficulty_band", ([1.0],), {"low": 1.0}, ConfigError, "low"),
-        ("difficulty_band", ([None],), {}, DataError, r"rewards\[0\]"),
-        ("truncated", (["stop", "eos"],), {}, DataError, r"stop_reasons\[1\]"),
-        ("truncated", ("stop",), {}, DataError, "stop_reasons"),
-        ("overlong", ([1, -1],), {"max_length": 3}, DataError, r"lengths\[1\]"),
-        ("overlong", ([1],), {"max_length": -3}, ConfigError, "max_length"),
-        ("duplicates", ([[1], "text"],), {}, DataError, r"sequences\[1\]"),
-        ("duplicates", ([[1], [0.5]],), {}, DataError, r"sequences\[1\]"),
-        ("failed", ([None, "error"],), {}, DataError, r"failures\[1\]"),
-        ("failed", (None,), {}, DataError, "failures"),
-        ("stale", ([1, 7],), {"current": 6, "max_lag": 1}, DataError, r"versions\[1\]"),
-        ("stale", ([1],), {"current": -1, "max_lag": 1}, ConfigError, "current"),
-        ("stale", ([1],), {"current": 1, "max_lag": 0.5}, ConfigError, "max_lag"),
-        ("unscored", ([[1.0]],), {}, DataError, "rewards"),
-        ("unscored", ([INF],), {}, DataError, r"rewards\[0\]"),
-    ],
-)
-def test_refused(name: str, arguments: Any, settings: Any, error: type[Exception], message: str) -> None:
-    """Bad input is named."""
+def test_refused(call: Any, error: type[Exception], message: str) -> None:
+    """Bad input is named; a mask is booleans in one row (indices are none). tests/test_types.py has the ranges."""
     with pytest.raises(error, match=rf"^{message}"):
-        getattr(filters, name)(*arguments, **settings)
-
-
-def test_defaults_and_public_names() -> None:
-    """Defaults are pinned; every public name has an example."""
-    found = {}
-    for name in filters.__all__:
-        public = getattr(filters, name)
-        assert ">>>" in public.__doc__
-        if name != "Selection":
-            parameters = inspect.signature(public).parameters.values()
-            found[name] = {p.name: p.default for p in parameters if p.default is not p.empty}
-    assert {name: defaults for name, defaults in found.items() if defaults} == {
-        "difficulty_band": {"low": 0.1, "high": 0.95},
-        "dynamic_sampling": {"correct": 1.0, "needed": None, "keep_when_insufficient": False},
-        "zero_variance": {"threshold": 0.0},
-    }
+        call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import types
 
@@ -13,66 +14,118 @@ from rlkit import ConfigError, Registry, UnknownNameError, errors, losses
 from tests.each import for_each
 
 
+def one():
+    """The first.
+
+    More.
+    """
+
+
 @pytest.fixture
-def registry():
+def registry(monkeypatch):
+    """Two names and, in an installed package, one more: ``registry.asked`` says how often that was asked for."""
     registry = Registry("thing", entry_point_group="rlkit.test")
-
-    @registry.register("one")
-    def one():
-        """The first.
-
-        More.
-        """
-
+    registry.register("one")(one)
     registry["lazy"] = "json:dumps"
+    registry.asked = []
+    point = types.SimpleNamespace(name="added", value="json:loads")
+
+    def entry_points(*, group):
+        registry.asked.append(group)
+        return [point] if group == "rlkit.test" else []
+
+    monkeypatch.setattr("rlkit.registry.entry_points", entry_points)
     return registry
 
 
 def test_resolve(registry):
     """A name gives what was registered, a callable itself, a dotted name what it points at."""
-    import json
-
     assert registry.resolve("lazy") is json.dumps
     assert registry.resolve(len) is len
     assert dict.__getitem__(registry, "lazy") is json.dumps
+    assert registry.resolve("one") is one
+    assert not registry.asked, "no package is asked before a name is missing"
+    assert registry.resolve("added") is json.loads
+    assert registry.asked == ["rlkit.test"]
 
 
 def test_miss_names_what_exists(registry):
     """A miss suggests a close name and lists all of them."""
-    with pytest.raises(UnknownNameError, match="did you mean 'one'.*lazy, one"):
+    with pytest.raises(UnknownNameError, match="did you mean 'one'.*added, lazy, one"):
         registry.resolve("on")
     with pytest.raises(LookupError):
         registry["nothing"]
     with pytest.raises(ConfigError):
         registry.resolve(3)
+    assert registry.get("nothing") is None
+    assert registry.get("nothing", 3) == 3
+
+
+@for_each(
+    "read",
+    [
+        lambda registry: registry["added"],
+        lambda registry: registry.get("added"),
+        lambda registry: "added" in registry and json.loads,
+        lambda registry: dict(registry)["added"],
+        lambda registry: dict(registry.items())["added"],
+        lambda registry: {name: registry[name] for name in registry}["added"],
+        lambda registry: dict(zip(registry.keys(), registry.values(), strict=True))["added"],
+    ],
+    ids=["[]", "get", "in", "dict", "items", "iter", "keys"],
+)
+def test_every_way_to_read_it_imports_and_loads_entry_points(registry, read):
+    """Also as the first look into it; it gives implementations, never dotted names (trap T8)."""
+    fresh = Registry("thing", entry_point_group="rlkit.test")
+    fresh["lazy"] = "json:dumps"
+    assert read(fresh) is json.loads
+    assert sorted(fresh) == ["added", "lazy"]
+    assert fresh.get("lazy") is dict(fresh)["lazy"] is json.dumps
+
+
+def test_table(registry):
+    """The table has the first line of each docstring."""
+    assert ("one", "The first.") in registry.table()
 
 
 def test_names_are_not_taken_twice(registry):
     """Registering another function under a name that exists raises; the same one may come again."""
     with pytest.raises(ConfigError, match="exists"):
         registry.register("one")(len)
-    registry.register("one")(registry["one"])
+    registry.register("one")(one)
     for bad in ("", None, 3):
         with pytest.raises(ConfigError):
             registry.register(bad)
+    for wrong in (3, "text", None, [len], np.zeros(3)):
+        with pytest.raises(ConfigError, match="a function or a class"):
+            registry.register("new")(wrong)
+        assert "new" not in registry
+    with pytest.raises(ConfigError, match=r'@register\("name"\)'):
+        registry.register(len)
 
 
-def test_entry_points_are_loaded_on_a_miss(registry, monkeypatch):
-    """Installed packages add to a registry; nothing is imported before it is asked for."""
-    point = types.SimpleNamespace(name="theirs", value="json:loads")
-    asked = []
-    monkeypatch.setattr("rlkit.registry.entry_points", lambda group: asked.append(group) or [point])
-    assert registry.resolve("one")
-    assert not asked
-    import json
+def test_a_function_that_is_defined_anew_takes_the_place_of_the_old_one():
+    """As a cell of a notebook does again and again; lambdas are never the same function."""
 
-    assert registry.resolve("theirs") is json.loads
-    assert asked == ["rlkit.test"]
+    def define(factor):
+        @losses.register("mine_again")
+        def mine(logprobs, weights=1.0):
+            return -factor * (weights * logprobs).sum()
 
+        return mine
 
-def test_table(registry):
-    """The table has the first line of each docstring."""
-    assert ("one", "The first.") in registry.table()
+    try:
+        define(1.0)
+        second = define(2.0)
+        assert losses.registry["mine_again"] is second
+        with pytest.raises(ConfigError, match="already exists"):
+            losses.register("mine_again")(len)
+        losses.register("mine_too")(lambda logprobs: logprobs.sum())
+        with pytest.raises(ConfigError, match="already exists"):
+            losses.register("mine_too")(lambda logprobs: -logprobs.sum())
+    finally:
+        for name in ("mine_again", "mine_too"):
+            losses.registry.pop(name, None)
 
 
 @for_each("name", errors.__all__)
@@ -102,72 +155,6 @@ def test_connect_names_its_backends():
     """An unknown backend is answered with those that exist; an unknown option is refused."""
     with pytest.raises(UnknownNameError, match="local.*toy"):
         rlkit.connect("loocal")
-    with pytest.raises(
-        ConfigError, match=r"^connect\('toy'\): no option 'seeed'; did you mean 'seed'\? There are: model"
-    ):
+    said = r"^connect\('toy'\): no option 'seeed'; did you mean 'seed'\? There are: model"
+    with pytest.raises(ConfigError, match=said):
         rlkit.connect("toy", seeed=1)
-
-
-def refuse(call, *arguments) -> str:
-    """The error of a call."""
-    with pytest.raises(ConfigError) as caught:
-        call(*arguments)
-    return str(caught.value)
-
-
-class TestRegistering:
-    """What a cell of a notebook does again and again."""
-
-    def test_the_same_function_takes_the_place_of_the_old_one(self):
-        def define(factor):
-            @losses.register("mine_again")
-            def mine(logprobs, weights=1.0):
-                return -factor * (weights * logprobs).sum()
-
-            return mine
-
-        try:
-            define(1.0)
-            second = define(2.0)
-            assert losses.registry["mine_again"] is second
-            assert "already exists" in refuse(losses.register("mine_again"), len)
-        finally:
-            losses.registry.pop("mine_again", None)
-
-    def test_lambdas_are_not_the_same(self):
-        try:
-            losses.register("mine_again")(lambda logprobs: logprobs.sum())
-            assert "already exists" in refuse(losses.register("mine_again"), lambda logprobs: -logprobs.sum())
-        finally:
-            losses.registry.pop("mine_again", None)
-
-    @for_each("wrong", [3, "text", None, [len], np.zeros(3)])
-    def test_what_is_no_function_is_refused(self, wrong):
-        assert "a function or a class" in refuse(losses.register("mine_again"), wrong)
-        assert "mine_again" not in losses.registry
-
-    def test_without_a_name(self):
-        assert '@register("name")' in refuse(losses.register, len)
-
-
-def test_every_way_to_read_it_imports(registry, monkeypatch):
-    """``get``, ``in``, ``dict`` and loops give implementations, never dotted names, and know entry points (trap T8)."""
-    import json
-
-    point = types.SimpleNamespace(name="added", value="json:loads")
-    monkeypatch.setattr("rlkit.registry.entry_points", lambda *, group: [point] if group == "rlkit.test" else [])
-    assert "added" in registry
-    assert registry.get("added") is json.loads
-    assert registry.get("lazy") is json.dumps
-    assert registry.get("nothing") is None
-    assert registry.get("nothing", 3) == 3
-    for name, value in [*dict(registry).items(), *registry.items(), *((n, registry[n]) for n in registry)]:
-        assert callable(value), name
-    assert set(registry) == set(registry.keys()) == {"one", "lazy", "added"}
-
-
-def test_iterating_loads_entry_points(registry, monkeypatch):
-    """Also where nothing was looked up before."""
-    point = types.SimpleNamespace(name="added", value="json:loads")
-    monkeypatch.setattr("rlkit.registry.entry_points", lambda *, group: [point])
-    assert sorted(registry) == ["added", "lazy", "one"]

@@ -1,17 +1,21 @@
-"""Arrays of another shape are refused by name; settings are kept as plain numbers; a column of rewards warns."""
+"""Arrays: another shape is refused by name, tensors are as good as arrays, and settings are kept as plain numbers."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import warnings
+from collections.abc import Callable
 
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import rlkit
-from rlkit import advantages, corrections, credit, filters, metrics, rewards
+from rlkit import advantages, corrections, credit, evaluation, filters, metrics, rewards
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import TaskSettings
 from rlkit.errors import DataError, RlkitError
 from rlkit.futures import Future
@@ -19,8 +23,13 @@ from rlkit.gateway import Limits
 from rlkit.rollouts import Plan
 from rlkit.runs import Retention
 from rlkit.trajectory import Group, Trajectory, Turn, datums
+from tests.each import for_each
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
+
+from rlkit.losses import kl, prepare, with_entropy, with_kl  # noqa: E402
+from tests.losses import calls  # noqa: E402
 
 R = np.array([1.0, 0.5, 2.0])
 BY_KIND = [  # a row of three that all parameters of these names take
@@ -50,20 +59,57 @@ SPECIAL = {  # functions whose arguments go together in another way, and those t
 }
 WITHOUT = {"per_group", "register", "running_baseline", "running_normalization"}
 GROUPED = {  # one array that may have any number of rows: there a column is a matrix
-    *("asymre", "dr_grpo", "gpg", "grpo", "loo_std", "maxrl", "opmd", "pass_at_k", "pkpo", "rec", "reinforce", "rloo"),
-    *("difficulty_band", "dynamic_sampling", "zero_variance", "group_informativeness", "clamp", "whitening", "affine"),
-    *(
-        "entropy_estimate",
-        "token_lag",
-        "top_entropy",
-        "length_cost",
-        "overlong_penalty",
-        "reduction",
-        "mapping",
-        "gdpo",
-    ),
-}
+    "asymre", "dr_grpo", "gpg", "grpo", "loo_std", "maxrl", "opmd", "pass_at_k", "pkpo", "rec", "reinforce", "rloo",
+    "difficulty_band", "dynamic_sampling", "zero_variance", "group_informativeness", "clamp", "whitening", "affine",
+    "entropy_estimate", "token_lag", "top_entropy", "length_cost", "overlong_penalty", "reduction", "mapping", "gdpo",
+}  # fmt: skip
+RAGGED = ("nonterminal_reward", "rewards")
 LISTS = {"sequences", "tokens", "texts", "failures", "stop_reasons"}  # of anything, one entry per sample
+
+
+@attrs.frozen(eq=False)
+class Frame:
+    """A table of one column, as pandas has them."""
+
+    values: np.ndarray
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+
+def wrong(value, *, alone=False):
+    """Yield arrays of another rank or size, and what is none; of one that stands ``alone`` any size is right.
+
+    A column [n, 1] where [n] is expected would broadcast to [n, n] beside a row.
+    """
+    array = np.asarray(value, object if isinstance(value[0], (list, str)) or value[0] is None else None)
+    yield "a cube", array[None, None]
+    yield "text", "abc"
+    yield "an object", object()
+    yield "a mapping", {"a": 1.0}
+    yield "nothing", None
+    yield "no dimension", np.array(1.0)
+    if not alone:
+        yield "a column", array[:, None]
+        yield "a column of lists", array[:, None].tolist()
+        yield "a column of a table", Frame(array[:, None])
+        yield "a column of a tensor", torch.ones(len(array), 1)
+        yield "too long", np.concatenate([array, array])
+        yield "a square", np.stack([array] * len(array))
+
+
+COLUMNS = ("a column", "a column of lists", "a column of a table", "a column of a tensor")
+
+
+def outcome(function, given, names):
+    """Return "" where the call raises an error of rlkit's that names one of the arguments, else what happened."""
+    try:
+        made = function(**given)
+    except RlkitError as error:
+        return "" if any(name in str(error) for name in names) else f"does not name it: {error}"
+    except Exception as error:  # torch's and numpy's own are what must not be
+        return f"{type(error).__name__}: {error}"
+    return f"accepted: {made!r}"
 
 
 def functions():
@@ -91,33 +137,6 @@ def right(title, function):
     return given
 
 
-def wrong(value, *, alone):
-    """Yield arrays of another rank or size, and what is none; of one that stands ``alone`` any size is right."""
-    array = np.asarray(value, object if isinstance(value[0], (list, str)) or value[0] is None else None)
-    yield "a cube", array[None, None]
-    yield "text", "abc"
-    yield "an object", object()
-    yield "a mapping", {"a": 1.0}
-    yield "nothing", None
-    yield "no dimension", np.array(1.0)
-    if not alone:
-        yield "a column", array[:, None]
-        yield "a tensor's column", torch.ones(len(array), 1)
-        yield "too long", np.concatenate([array, array])
-        yield "a square", np.stack([array] * len(array))
-
-
-def outcome(function, given, names):
-    """Return "" where the call raises an error of rlkit's that names one of the arguments, else what happened."""
-    try:
-        made = function(**given)
-    except RlkitError as error:
-        return "" if any(name in str(error) for name in names) else f"does not name it: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"accepted: {made!r}"
-
-
 def test_functions_over_arrays():
     """Every public function, each of its arrays: another rank or size is an error of ours that names the argument."""
     failed, count = [], 0
@@ -127,11 +146,7 @@ def test_functions_over_arrays():
         arrays = [key for key in given if key in (*ARRAYS, *PER_ROW) and not isinstance(given[key], int)]
         parameters = inspect.signature(function).parameters
         for key in arrays:
-            alone = (
-                (len(arrays) == 1 and name in GROUPED)
-                or key in LISTS
-                or (name, key) == ("nonterminal_reward", "rewards")
-            )
+            alone = (len(arrays) == 1 and name in GROUPED) or key in LISTS or (name, key) == RAGGED
             for what, value in wrong(given[key], alone=alone):
                 if value is None and parameters[key].default is None:
                     continue
@@ -154,74 +169,97 @@ def sample(prompt, tokens):
 ONE = Trajectory([Turn(sample([5, 6], [7, 8, 9]), reward=1.0)])
 TWO = Trajectory([Turn(sample([5, 6], [9, 4])), Turn(sample([5, 6, 9, 4, 1], [3]), reward=0.5)])
 GROUPS = [Group([ONE, TWO]), Group([TWO, ONE])]
-
-
 ITEMS = [credit.Item([rlkit.Datum([1, 2], [0, 1])])] * 4
+DATUM = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+INPUTS = ("advantages", "weights", "values", "returns", "old_values", "rewards", "entropy", "sampling_logprobs")
+INPUTS += ("reference_logprobs", "old_logprobs", "versions")
 
 
+@attrs.frozen
 class Valued:
     """A critic whose values have any form."""
 
-    def __init__(self, give):
-        self.give = give
+    give: Callable
 
     def values(self, data):
-        return Future.of(self.give(data))
+        return Future.of(self.give([np.zeros(len(datum)) for datum in data]))
 
 
-def gae(critic, trajectories, **options):
-    return credit.assign([Group(trajectories)], "gae", level="token", critic=critic, **options)
+def gae(give, trajectories, **options):
+    return credit.assign([Group(trajectories)], "gae", level="token", critic=Valued(give), **options)
 
 
-def listed(cases):
-    """Return the cases that did not raise an error of ours with the name; a case is what, the name, and the call."""
-    found = [(what, outcome(call, {}, [name])) for what, name, call in cases]
-    assert len(found) > 10
-    return "\n".join(f"{what}: {problem}" for what, problem in found if problem)
+OF_THREE = [  # what is called with a row of three; what an error names, and which other rows are right
+    ("Sample.prompt", lambda x: rlkit.Sample(x, [1, 2, 3], [-1.0] * 3), ("too long",)),
+    ("Sample.tokens", lambda x: rlkit.Sample([1], x, [-1.0] * 3), ()),
+    ("Sample.logprobs", lambda x: rlkit.Sample([1], [1, 2, 3], np.negative(x) if isinstance(x, np.ndarray) else x), ()),
+    ("Sample.versions", lambda x: rlkit.Sample([1], [1, 2, 3], [-1.0] * 3, versions=x), ("nothing",)),
+    ("Datum.tokens", lambda x: rlkit.Datum(x, [0, 1, 1]), ()),
+    ("Datum.mask", lambda x: rlkit.Datum([1, 2, 3], np.not_equal(x, 1) if isinstance(x, np.ndarray) else x), ()),
+    ("completion", lambda x: rlkit.Datum.supervised([1], x), ("too long",)),
+    ("inputs['weights']", lambda x: rlkit.Datum.supervised([1], [1, 2, 3], x), ("no dimension",)),
+    ("advantage", sample([5], [1, 2, 3]).datum, ("nothing", "no dimension")),
+    *[(f"inputs['{x}']", lambda row, x=x: DATUM.with_inputs(**{x: row}), ("no dimension",)) for x in INPUTS],
+    ("select", DATUM.select, (*COLUMNS, "a square")),  # [n, K], too
+    ("expand", DATUM.expand, (*COLUMNS, "a square")),
+    ("per_turn", ONE.per_turn, (*COLUMNS, "a square")),
+    ("keep", lambda x: filters.Selection(x, {}), ()),
+    ("rewards", advantages.RunningBaseline().update, ("too long",)),
+    ("roles", lambda x: advantages.RunningBaseline().update([1.0, 2.0, 3.0], x), ("nothing",)),
+    ("groups", credit.assign, ()),
+    ("Trajectory.turns", Trajectory, ()),
+]
+OF_FOUR = [  # one number per trajectory
+    ("rewards", lambda x: Group.of_samples([ONE.turns[0].sample] * 4, x), ()),
+    ("rewards", lambda x: credit.assign(GROUPS, rewards=x), ("nothing",)),
+    ("rewards", lambda x: gae(list, [ONE] * 4, rewards=x), ("nothing",)),
+    ("rewards", lambda x: Turn(ONE.turns[0].sample, rewards=x), ("too long", "nothing")),
+    ("weights", lambda x: credit.assign(GROUPS, weights=x), ("nothing",)),
+    ("baseline", lambda x: credit.assign(GROUPS, "remax", level="token", baseline=x), ("nothing",)),
+    ("seed", lambda x: list(credit.minibatches(ITEMS, 2, seed=x)), ("too long",)),
+]
+INSTEAD = {"Datum.tokens": "Datum.mask", "Sample.tokens": "Sample.logprobs"}  # what is named where one is too long
 
 
-def test_credit():
-    """What is given per trajectory, and what an estimator or a critic gives."""
+def test_data():
+    """Samples, datums and their inputs, selections, running statistics, and what is given per trajectory."""
+    failed = []
+    for table, row in ((OF_THREE, [1, 2, 3]), (OF_FOUR, [1.0, 2.0, 3.0, 4.0])):
+        for name, call, right in table:
+            for what, x in [*wrong(row), ("a row of a matrix", np.array([row]))]:
+                if what not in right:
+                    named = INSTEAD.get(name, name) if what == "too long" else name
+                    problem = outcome(lambda x=x, call=call: call(x), {}, [named])
+                    failed += [f"{name}, {what}: {problem}"] if problem else []
+    assert not failed, "\n".join(failed)
+    with pytest.raises(DataError, match=r"advantages.*\(4, 1\); expected \(\), \(4,\) or \(9,\) \(squeeze it"):
+        rlkit.Datum(range(9), np.arange(9) > 4, {"advantages": np.ones((4, 1))})
+
+
+def test_numbers_of_tokens():
+    """What is given for each token, and what an estimator or a critic gives."""
     cases = []
-    for what, x in wrong([1.0, 2.0, 3.0, 4.0], alone=False):
-        token = {"level": "token", "estimator": "remax"}
-        cases.append((f"of_samples, {what}", "rewards", lambda x=x: Group.of_samples([ONE.turns[0].sample] * 4, x)))
-        if x is not None:
-            critic = Valued(lambda data: [np.zeros(len(datum)) for datum in data])
-            cases += [
-                (f"assign, {what}", "rewards", lambda x=x: credit.assign(GROUPS, rewards=x)),
-                (f"assign, {what}", "weights", lambda x=x: credit.assign(GROUPS, weights=x)),
-                (f"assign, {what}", "baseline", lambda x=x, o=token: credit.assign(GROUPS, baseline=x, **o)),
-                (f"gae, {what}", "rewards", lambda x=x, c=critic: gae(c, [ONE] * 4, rewards=x)),
-            ]
-        if what not in ("too long", "nothing"):
-            cases.append((f"Turn, {what}", "rewards", lambda x=x: Turn(ONE.turns[0].sample, rewards=x)))
-        if what != "too long":
-            cases.append((f"minibatches, {what}", "seed", lambda x=x: list(credit.minibatches(ITEMS, 2, seed=x))))
     for x in (np.ones((3, 1)), np.ones(2), torch.ones(3, 1), np.ones((3, 3))):
         cases += [
-            ("assign, tokens", "rewards", lambda x=x: credit.assign(GROUPS, rewards=[x] * 4)),
-            ("assign, tokens", "weights", lambda x=x: credit.assign(GROUPS, weights=[x] * 4)),
-            ("datums, tokens", "advantages", lambda x=x: datums(ONE, [x])),
-            ("datums, tokens", "weights", lambda x=x: datums(ONE, weights=[x])),
+            ("rewards", lambda x=x: credit.assign(GROUPS, rewards=[x] * 4)),
+            ("weights", lambda x=x: credit.assign(GROUPS, weights=[x] * 4)),
+            ("advantages", lambda x=x: datums(ONE, [x])),
+            ("weights", lambda x=x: datums(ONE, weights=[x])),
         ]
-    forms = {
-        "columns": lambda rows: [np.asarray(row)[:, None] for row in rows],
-        "fewer": lambda rows: rows[:-1],
-        "numbers": lambda rows: [np.sum(row) for row in rows],
-        "texts": lambda rows: ["abc" for _ in rows],
-        "nothing": lambda _: None,
-        "flat": np.concatenate,
-    }
-    for what, form in forms.items():
-        critic = Valued(lambda data, form=form: form([np.zeros(len(datum)) for datum in data]))
-        cases.append((f"critic, {what}", "critic.values", lambda c=critic: gae(c, [ONE, TWO])))
+    for form in (
+        lambda rows: [np.asarray(row)[:, None] for row in rows],
+        lambda rows: rows[:-1],
+        lambda rows: [np.sum(row) for row in rows],
+        lambda rows: ["abc" for _ in rows],
+        lambda _: None,
+        np.concatenate,
+    ):
+        cases.append(("critic.values", lambda form=form: gae(form, [ONE, TWO])))
         for level in ("group", "turn", "token"):
             own = lambda rewards, form=form: form(rewards)  # noqa: E731
-            cases.append(
-                (f"own, {level}, {what}", "estimator", lambda e=own, n=level: credit.assign(GROUPS, e, level=n))
-            )
-    assert not listed(cases)
+            cases.append(("estimator", lambda own=own, level=level: credit.assign(GROUPS, own, level=level)))
+    failed = [f"{name}: {problem}" for name, call in cases if (problem := outcome(call, {}, [name]))]
+    assert not failed, "\n".join(failed)
 
 
 def test_a_list_for_an_array():
@@ -232,98 +270,114 @@ def test_a_list_for_an_array():
         assert batch.advantages[0][-1] == 1.0, level
 
 
-def test_data():
-    """Samples, datums, selections and running statistics."""
-    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
-    calls = {
-        "Sample.prompt": lambda x: rlkit.Sample(x, [1, 2, 3], [-1.0] * 3),
-        "Sample.tokens": lambda x: rlkit.Sample([1], x, [-1.0] * 3),
-        "Sample.logprobs": lambda x: rlkit.Sample([1], [1, 2, 3], np.negative(x)),
-        "Sample.versions": lambda x: rlkit.Sample([1], [1, 2, 3], [-1.0] * 3, versions=x),
-        "Datum.tokens": lambda x: rlkit.Datum(x, [0, 1, 1]),
-        "Datum.mask": lambda x: rlkit.Datum([1, 2, 3], np.not_equal(x, 1) if isinstance(x, np.ndarray) else x),
-        "completion": lambda x: rlkit.Datum.supervised([1], x),
-        "select": datum.select,
-        "expand": datum.expand,
-        "keep": lambda x: filters.Selection(x, {}),
-        "rewards": advantages.RunningBaseline().update,
-        "roles": lambda x: advantages.RunningBaseline().update([1.0, 2.0, 3.0], x),
-        "per_turn": ONE.per_turn,
-        "groups": credit.assign,
-        "Trajectory.turns": Trajectory,
-    }
-    wide = ("a column", "a square", "a tensor's column")
-    right = {  # what some of them take
-        "Sample.prompt": ("too long",),
-        "completion": ("too long",),
-        "rewards": ("too long",),
-        "keep": (),
-        "Sample.versions": ("nothing",),
-        "roles": ("nothing",),
-        **dict.fromkeys(("select", "expand", "per_turn"), wide),  # [n, K], too
-    }
-    cases = []
-    for name, call in calls.items():
-        for what, x in wrong([1, 2, 3], alone=False):
-            if what not in right.get(name, ()) and (name != "Sample.logprobs" or isinstance(x, np.ndarray)):
-                named = {"Datum.tokens": "Datum.mask", "Sample.tokens": "Sample.logprobs"}.get(name, name)
-                cases.append((what, named if what == "too long" else name, lambda c=call, x=x: c(x)))
-    assert not listed(cases)
+def checked(prepared, data, name, value):
+    """Do what every backend does in a call: make the datums, check them, and try the loss out."""
+    made = [datum.with_inputs(**{name: value}) for datum in data]
+    prepared.check(made)
+    prepared.try_out(made)
 
 
-def test_integers():
-    """Ids and versions that are not integers, refused where they are given: a worker could only fail at them later."""
-    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+FORMS = {"array": np.asarray, "tensor": torch.tensor, "lists": np.ndarray.tolist, "table": Frame}
+
+
+@given(seed=st.integers(0, 99), n=st.integers(2, 5), k=st.integers(1, 3), form=st.sampled_from(sorted(FORMS)))
+@examples(15)
+def test_losses(seed, n, k, form):
+    """Every registered loss and composition: each of its inputs, in the datums of a call, and called directly."""
+    failed = []
+    for title, function in calls.ALL.items():
+        prepared = prepare(function)
+        driver, inputs = calls.example(function, np.random.default_rng(seed), sizes=(n, n))
+        data, leaves = calls.datums(driver, inputs)
+        prepared.check(data)
+        one = {"datum": lambda x: x[0], "pair": tuple, "batch": list}[prepared.level]
+        rows = {name: [torch.tensor(x) for x in values] for name, values in inputs.items()} | {prepared.driver: leaves}
+        for name in inputs.keys() - {"target_tokens"}:
+            wide = np.full((n, 4 + k if name == "teacher_logprobs" else k), -1.0 if name.endswith("logprobs") else 1.0)
+            direct = {key: one([torch.tensor(wide)] * 2 if key == name else x) for key, x in rows.items()}
+            problems = [outcome(prepared.function, direct, ["shape"])]
+            if name != "entropy":  # the model's own
+                given = {"prepared": prepared, "data": data, "name": name, "value": FORMS[form](wide)}
+                problems.append(outcome(checked, given, ["shape"]))
+            failed += [f"{title}, {name}: {problem}" for problem in problems if problem]
+    for name, estimator in kl.registry.items():
+        pair = {"logprobs": -torch.ones(n), "reference_logprobs": -torch.ones(n, k)}
+        problem = outcome(lambda **pair: estimator(*pair.values()), pair, ["shape"])  # noqa: B023
+        failed += [f"{name}: {problem}"] if problem else []
+    assert not failed, "\n".join(failed)
+
+
+def test_losses_of_ones_own():
+    """An input is a number or shaped like the driver, beside targets [n, K] maybe [n]; logprobs are exactly so."""
+    own = lambda logprobs, given: (logprobs * given.sum()).sum()  # noqa: E731
+    own_logprobs = lambda logprobs, given_logprobs: own(logprobs, given_logprobs)  # noqa: E731
+    of_targets = lambda target_logprobs, given: own(target_logprobs, given)  # noqa: E731
+    of_targets_logprobs = lambda target_logprobs, given_logprobs: own(target_logprobs, given_logprobs)  # noqa: E731
+    datum = DATUM.with_inputs(target_tokens=np.ones((3, 2), int))
+    for name, function, shapes in (
+        ("given", own, {(), (3,), (4,)}),
+        ("given_logprobs", own_logprobs, {(3,), (4,)}),
+        ("given", of_targets, {(), (3,), (4,), (3, 2), (4, 2)}),
+        ("given_logprobs", of_targets_logprobs, {(3, 2), (4, 2)}),
+    ):
+        for shape in [(), (3,), (4,), (3, 1), (4, 1), (3, 2), (4, 2), (3, 3), (4, 4)]:
+            given = {"prepared": prepare(function), "data": [datum], "name": name, "value": np.full(shape, -1.0)}
+            problem = outcome(checked, given, ["shape"])
+            assert problem.startswith("accepted") == (shape in shapes), (shapes, shape, problem)
+    with pytest.raises(DataError, match=r"data\[0\].inputs\['given'\]: has shape \(4, 1\).*squeeze it"):
+        checked(prepare(own), [datum], "given", np.ones((3, 1)))
+
+
+def test_matrices_that_are_right():
+    """[n, K] of a teacher, and [n, 1] of its first choice."""
+    for k in (1, 3):
+        datum = DATUM.with_inputs(target_tokens=np.ones((3, k), int), teacher_logprobs=np.full((3, k), -1.0))
+        prepared = prepare("topk_forward_kl")
+        prepared.check([datum])
+        assert prepared.gradient([torch.full((3, k), -1.0)], [datum]).value == 0.0
+
+
+def test_ids_are_integers_and_logprobs_at_most_0():
+    """Refused where they are given: a worker could only fail at them later. 0.1 is for the rounding of bfloat16."""
     for name, value in {"target_tokens": np.ones((3, 2)), "versions": [1.0, 1.0, 2.0]}.items():
         with pytest.raises(DataError, match=rf"inputs\['{name}'\]: has dtype float64; expected integers"):
-            datum.with_inputs(**{name: value})
-        assert datum.with_inputs(**{name: np.asarray(value, np.int32)}).inputs[name].dtype == np.int64
+            DATUM.with_inputs(**{name: value})
+        assert DATUM.with_inputs(**{name: np.asarray(value, np.int32)}).inputs[name].dtype == np.int64
     with pytest.raises(DataError, match=r"versions\[1\]: is 3.5; expected an integer"):
         filters.stale([3, 3.5], current=6, max_lag=1)
-
-
-def test_logprobs_are_at_most_0():
-    """Every input whose name ends so, also [n, K] and one's own; a margin of 0.1 is for the rounding of bfloat16."""
-    names = ("sampling_logprobs", "reference_logprobs", "old_logprobs", "teacher_logprobs", "my_logprobs")
-    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
-    for name in names:
-        assert datum.with_inputs(**{name: [-1.0, 0.09, 0.0]}).inputs[name].dtype == np.float32
+    for name in ("sampling_logprobs", "reference_logprobs", "old_logprobs", "teacher_logprobs", "my_logprobs"):
+        assert DATUM.with_inputs(**{name: [-1.0, 0.09, 0.0]}).inputs[name].dtype == np.float32
         with pytest.raises(DataError, match=rf"inputs\['{name}'\]\[2\]: is 0.5; expected a logprob"):
-            datum.with_inputs(**{name: [-1.0, 0.5, 0.0]})
+            DATUM.with_inputs(**{name: [-1.0, 0.5, 0.0]})
     with pytest.raises(DataError, match=r"teacher_logprobs'\]\[1\]\[1\]: is 0.5"):
-        datum.with_inputs(teacher_logprobs=[[-1.0, 0.5]] * 3)
+        DATUM.with_inputs(teacher_logprobs=[[-1.0, 0.5]] * 3)
 
 
 def test_settings_given_as_inputs():
     """A mixing weight, a label and a coefficient are in their ranges, also where the loss is part of another."""
-    from rlkit.losses import prepare, with_entropy, with_kl
-
     lp = [-1.0, -1.0, -1.0]
     of_mix = {"sampling_logprobs": lp, "advantages": 1.0, "expert": 0, "mu": 0.5, "reference_logprobs": lp}
+    of_composed = {**of_mix, "kl_now": 0.5, "entropy_now": -0.5}
     of_kto = {"reference_logprobs": lp, "desirable": 1}
     composed = with_entropy(with_kl("mix", "kl_now"), "entropy_now")
-    coefs = {"kl_now": 0.5, "entropy_now": -0.5}
-    cases = [
-        ("mix", of_mix, {"mu": (0.0, 1, [0.0, 0.5, 1.0]), "expert": (0, 1.0, [0, 1, 1])}),
-        (composed, {**of_mix, **coefs}, {"kl_now": (0, 5.0, [0.0, 1.0, 2.0]), "entropy_now": (-1.0, 1.0)}),
-        ("kto", of_kto, {"desirable": (0, 1, 0.0, 1.0)}),
-    ]
-    refused = [
-        ("mix", of_mix, {"mu": (2.0, -0.1, [0.5, 1.5, 0.5]), "expert": (0.5, 2, -1, [0, 2, 0])}),
-        (composed, {**of_mix, **coefs}, {"mu": (2.0,), "expert": (0.5,), "kl_now": (-0.1, [0.1, -0.1, 0.1])}),
-        ("kto", of_kto, {"desirable": (7, 0.5, -1, [1, 0, 1])}),
-    ]
-    for raises, table in ((False, cases), (True, refused)):
-        for loss, inputs, values in table:
-            prepared = prepare(loss)
-            for name, value in ((name, value) for name, each in values.items() for value in each):
-                data = [rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {**inputs, name: value})]
-                problem = outcome(prepared.check, {"data": data}, [f"data[0].inputs['{name}']"])
-                assert problem == ("" if raises else "accepted: None"), (prepared.name, name, value, problem)
+    for loss, inputs, name, allowed, refused in (
+        ("mix", of_mix, "mu", (0.0, 1, [0.0, 0.5, 1.0]), (2.0, -0.1, [0.5, 1.5, 0.5])),
+        ("mix", of_mix, "expert", (0, 1.0, [0, 1, 1]), (0.5, 2, -1, [0, 2, 0])),
+        (composed, of_composed, "mu", (), (2.0,)),
+        (composed, of_composed, "expert", (), (0.5,)),
+        (composed, of_composed, "kl_now", (0, 5.0, [0.0, 1.0, 2.0]), (-0.1, [0.1, -0.1, 0.1])),
+        (composed, of_composed, "entropy_now", (-1.0, 1.0), ()),
+        ("kto", of_kto, "desirable", (0, 1, 0.0, 1.0), (7, 0.5, -1, [1, 0, 1])),
+    ):
+        prepared = prepare(loss)
+        for value in (*allowed, *refused):
+            data = [DATUM.with_inputs(**{**inputs, name: value})]
+            problem = outcome(prepared.check, {"data": data}, [f"data[0].inputs['{name}']"])
+            assert problem == ("accepted: None" if value in allowed else ""), (prepared.name, name, value, problem)
 
 
 NUMBERS = (np.float32, np.float64, torch.tensor, np.array, lambda x: torch.tensor(x, dtype=torch.bfloat16))
-WHOLE = (np.int64, np.uint8, torch.tensor, np.array)
+MAKERS = {bool: (np.bool_, torch.tensor, np.array), int: (np.int64, np.uint8, torch.tensor, np.array), float: NUMBERS}
 FIELDS = {  # a class, the fields without a default number, and what else it needs
     rlkit.Adam: ({}, {}),
     rlkit.SamplingParams: ({"top_k": 5}, {}),
@@ -341,22 +395,13 @@ def test_fields_are_plain_numbers():
     """A number of numpy's, or of torch's without dimensions, becomes Python's own: it cannot change, and is JSON."""
     count = 0
     for kind, (more, needed) in FIELDS.items():
-        fields = attrs.fields(kind)
-        values = {f.name: f.default for f in fields if isinstance(f.default, (bool, int, float))} | more
+        values = {f.name: f.default for f in attrs.fields(kind) if isinstance(f.default, (bool, int, float))} | more
         for name, value in ((name, value) for name, value in values.items() if value is not None):
             others = {key: x for key, x in more.items() if key != name} | needed
-            makers = (
-                (np.bool_, torch.tensor, np.array)
-                if isinstance(value, bool)
-                else WHOLE
-                if isinstance(value, int)
-                else NUMBERS
-            )
-            for make in makers:
+            for make in MAKERS[type(value)]:
                 if type(value) is int and value < 0 and make is np.uint8:
                     continue
-                given = make(value)
-                kept = getattr(kind(**others, **{name: given}), name)
+                kept = getattr(kind(**others, **{name: make(value)}), name)
                 assert type(kept) is type(value), (kind, name, make)
                 assert json.loads(json.dumps(kept)) == pytest.approx(value, rel=1e-2)
                 count += 1
@@ -371,11 +416,55 @@ def test_fields_are_plain_numbers():
     assert rlkit.SamplingParams(stop=[torch.tensor(3), np.int64(4)]).stop == (3, 4)
 
 
+VALUES = [-0.5, -1.5, -1.0, -0.25]  # exact in every dtype below, and logprobs as well
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+FOUR = sample([65], [66, 67, 68, 69])
+
+
+def values_of(rows):
+    critic, groups = rlkit.critic("toy", tokenizer=ByteTokenizer()), [Group([Trajectory([Turn(FOUR)])])]
+    options = {"critic": critic, "rewards": rows, "normalize": False, "config": {"lam": 0.95}}
+    return credit.assign(groups, "gae", level="token", **options).data[0].inputs["advantages"]
+
+
+USES = {
+    "estimators": advantages.grpo,
+    "estimators of a list": lambda x: advantages.grpo([x, x])[1],
+    "Datum.inputs": lambda x: FOUR.datum(x).inputs["advantages"],
+    "weights of a datum": lambda x: FOUR.datum(1.0, weights=x).inputs["weights"],
+    "select": lambda x: FOUR.datum(1.0).expand(x),
+    "corrections": lambda x: corrections.token_tis(trainer_logprobs=x, sampling_logprobs=-np.ones(4)),
+    "filters": lambda x: filters.unscored(x).keep,
+    "metrics": lambda x: metrics.kl_k3(trainer_logprobs=x, sampling_logprobs=-np.ones(4)),
+    "rewards": lambda x: rewards.clamp(x, low=-1.0, high=1.0),
+    "evaluation": lambda x: evaluation.score([x], k=[1]).mean,
+    "critics": lambda x: values_of([x]),
+}
+
+
+@for_each("dtype", DTYPES, ids=str)
+def test_tensors_are_arrays(dtype):
+    """The same numbers as from an array of float64, in every form in which a model may give them; one is a number."""
+    tensor = torch.tensor(VALUES).to(dtype)
+    forms = [tensor, list(tensor), tensor.repeat_interleave(2)[::2]]
+    if dtype.itemsize > 1:
+        forms += [tensor.clone().requires_grad_(), list(tensor.clone().requires_grad_())]
+    for use in USES.values():
+        expected = use(np.array(VALUES))
+        for form in forms:
+            np.testing.assert_array_equal(use(form), expected)
+    score = torch.tensor(0.5).to(dtype)
+    assert Turn(FOUR, reward=score).reward == Turn(FOUR, reward=np.array(0.5)).reward == 0.5
+    assert float(FOUR.datum(score).inputs["advantages"][1]) == 0.5
+    with pytest.raises(DataError, match="a finite number"):
+        Turn(FOUR, reward=torch.tensor([0.5]).to(dtype))
+
+
 def test_groups_of_one_warn_once():
     """A column of rewards is as many groups of one: nothing is compared, and it says so once for each line."""
     column, row, one = np.array([[1.0], [0.0], [2.0]]), np.array([[1.0, 0.0, 2.0]]), [[1.0]]
     compare = ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "maxrl", "rec", "pass_at_k"]
-    calls = {name: advantages.registry[name] for name in compare} | {
+    uses = {name: advantages.registry[name] for name in compare} | {
         "opo": lambda r: advantages.opo(r, lengths=np.ones_like(r)),
         "reinforce_pp_baseline": lambda r: advantages.reinforce_pp_baseline(r, lengths=np.ones_like(r)),
         "step_wise_grpo": lambda r: advantages.step_wise_grpo(r, np.ones_like(r)),
@@ -386,18 +475,14 @@ def test_groups_of_one_warn_once():
         "dynamic_sampling": filters.dynamic_sampling,
         "group_informativeness": metrics.group_informativeness,
     }
-    for name, call in calls.items():
+    for name, use in uses.items():
         for value, times in ((column, 1), (row, 0), (one, 0)):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("default")
                 for _ in range(3):
-                    call(value)
-            texts = [str(each.message) for each in said]
-            assert len(texts) == times, (name, value, texts)
-            assert all(
-                "every group has one member" in text and each.filename == __file__
-                for each, text in zip(said, texts, strict=True)
-            )
+                    use(value)
+            assert len(said) == times, (name, value, said)
+            assert all("every group has one member" in str(x.message) and x.filename == __file__ for x in said)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert advantages.grpo(column, singleton="raw").tolist() == column.tolist()

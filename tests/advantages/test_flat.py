@@ -76,7 +76,7 @@ def test_by_group_takes_any_callable() -> None:
 @for_each(
     ("rewards", "groups", "message"),
     [
-        ([1.0, 2.0], ["a"], "groups: has 1 entries"),
+        ([1.0, 2.0], ["a"], "groups: has length 1"),
         *[([1.0], bad, "groups: got") for bad in ("a", b"a", None, 3, np.array(3))],
         *[([1.0, 2.0], ["a", bad], rf"groups\[1\]: is {bad}") for bad in (None, NAN)],
         ([1.0, 2.0], ["a", ["b"]], r"groups\[1\]"),

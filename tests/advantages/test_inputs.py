@@ -183,7 +183,7 @@ MISFITS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("pass_at_k", [TWO, [0.5, 0.5]], {**ANALYTIC, "k": 2}, r"rewards\[1\]\[0\]: is 0.5"),
     ("pkpo", [TWO, [0.0], [1.0]], {"k": 2}, r"rewards\[1\]: has 1 rewards"),
     *[("gigpo", TWO, {"states": bad}, f"states: got {bad!r}") for bad in ("ab", b"ab", 3)],
-    ("gigpo", [[1.0], [0.0]], {"states": [["a"]]}, "states: has 1 episodes"),
+    ("gigpo", [[1.0], [0.0]], {"states": [["a"]]}, "states: has length 1"),
     ("gigpo", RAGGED, {"states": [["a"], ["b"]]}, r"states\[1\]"),
     ("gigpo", [[1.0], [0.0]], {"states": [["a"], [[1]]]}, r"states\[1\]\[0\]"),
     ("hierarchical_grpo", TWO, {"roles": ["a"], "groups": ["g", "g"]}, "roles"),

@@ -243,12 +243,15 @@ class Machine(RuleBasedStateMachine):
             assert not isinstance(caught.value, TrainerFailed)
             assert isinstance(caught.value, BackendError) == call.sent
 
+    def expect_all(self):
+        while self.waiting:
+            self.expect_turn()
+
     @precondition(lambda self: len(self.made) > 10)
     @rule()
     def close(self):
         """What was made is finished first."""
-        while self.waiting:
-            self.expect_turn()
+        self.expect_all()
         self.queue.close()
         self.closed = True
 
@@ -359,15 +362,10 @@ class ServiceMachine(Machine):
             assert not self.final
             self.begin_generation(gradient=False)
 
-    @precondition(lambda self: len(self.made) > 10)
-    @rule()
-    def close(self):
-        while self.waiting:
-            self.expect_turn()
+    def expect_all(self):
+        super().expect_all()
         while any(call.sent and call.end is None for call in self.made):
             self.expect_take()
-        self.queue.close()
-        self.closed = True
 
 
 TestQueueHere = Machine.TestCase

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.errors import DataError
+from rlkit.errors import ConfigError, DataError
 
 PARAMS = rlkit.SamplingParams(max_tokens=5)
 
@@ -69,7 +69,7 @@ def test_awaited(policy: Any, samples: Any) -> None:
 
 
 def test_mistakes(policy: Any, samples: Any) -> None:
-    """Prefixes that are not as many, no tokens, or too long are named."""
+    """Prefixes that are not as many, no tokens, or too long, and what is no sampler or no list of samples."""
     with policy.base_sampler().result() as base:
         long = rlkit.Datum.supervised(np.full(base.max_length - 1, 65), [66])
         table: list[tuple[Any, Any, str]] = [
@@ -78,8 +78,12 @@ def test_mistakes(policy: Any, samples: Any) -> None:
             (samples[:1], ["hint"], r"prefixes\[0\]: got text"),
             (samples[:1], [[10**9]], r"prefixes\[0\]\[0\]"),
             ([long], [[72]], r"prefixes\[0\]: has 1 tokens, but the sample"),
+            *[(wrong, None, r"reference_logprobs\(samples\)") for wrong in (samples[0], long, "text", None)],
+            ([samples[0], 3], None, r"samples\[1\]"),
         ]
         for data, prefixes, message in table:
             with pytest.raises(DataError, match=rf"^{message}"):
                 rlkit.reference_logprobs(base, data, prefixes=prefixes)
         rlkit.reference_logprobs(base, [long], prefixes=[[]]).result()
+    with pytest.raises(ConfigError, match=r"^reference_logprobs\(sampler\)"):
+        rlkit.reference_logprobs(policy, samples)

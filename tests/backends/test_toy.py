@@ -12,15 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.backends.toy import (
-    ByteTokenizer,
-    Features,
-    ToyBackend,
-    Weights,
-    base_weights,
-    draw,
-)
+from rlkit.backends.protocol import LiveSampler, LiveSampling
+from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights, draw
 from rlkit.testing import BackendConformance
+from tests.backends.live import PROMPT, step
+from tests.each import for_each
 from tests.properties import examples
 
 TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_start|>", "a<|im_end|>b", "<|endoftext|><|im_start|>", "<|im_"])
@@ -33,8 +29,8 @@ class TestToy(BackendConformance):
         return ToyBackend(folder=folder, max_length=128, **options)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5, 1e3])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
+@for_each("clip", [0.0, 0.5, 1e3])
+@for_each("decay", [0.0, 0.3])
 def test_adamw_is_torch_s(clip, decay):
     """Five steps with moments, decay and a clipped norm."""
     torch = pytest.importorskip("torch")
@@ -71,8 +67,8 @@ def test_features_are_the_last_three_tokens_and_a_fading_memory():
     np.testing.assert_array_equal(together[1], alone[0])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("name", ["logprobs", "target_logprobs"])
+@for_each("temperature", [1.0, 0.5])
+@for_each("name", ["logprobs", "target_logprobs"])
 def test_gradients_by_differences(name, temperature):
     """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and the outputs."""
     torch = pytest.importorskip("torch")
@@ -254,3 +250,55 @@ def test_the_most_probable_tokens_of_a_short_list_and_of_a_whole_one():
         for k in (0, size + 1):
             with pytest.raises(rlkit.ConfigError, match=r"^top_logprobs\(k\)"):
                 sampler.top_logprobs(tokens, k)
+
+
+LONG = rlkit.SamplingParams(max_tokens=30, stop=())
+
+
+def test_a_live_sampler_is_the_policy_of_its_last_update():
+    """A snapshot, to the bit, until something is trained; updates stand in the order of calls."""
+    with rlkit.connect("toy", seed=0) as policy:
+        live, frozen = policy.live_sampler().result(), policy.sampler().result()
+        assert isinstance(policy, LiveSampling)
+        assert (isinstance(live, LiveSampler), isinstance(frozen, LiveSampler), live.switches) == (True, False, "token")
+        assert live.update().result() == 0
+        for a, b in zip(*(s.sample(PROMPT, LONG, n=3, seed=1).result() for s in (live, frozen)), strict=True):
+            assert (a.tokens.tolist(), a.logprobs.tobytes(), a.versions) == (
+                b.tokens.tolist(),
+                b.logprobs.tobytes(),
+                None,
+            )
+        before = frozen.logprobs(PROMPT).result()
+        step(policy)
+        assert live.update().result() == 1 == live.version
+        (sample,) = live.sample(PROMPT, LONG, seed=0).result()
+        assert (sample.version, sample.versions) == (1, None)
+        newer = policy.sampler().result()
+        np.testing.assert_array_equal(live.logprobs(PROMPT).result(), newer.logprobs(PROMPT).result())
+        np.testing.assert_array_equal(frozen.logprobs(PROMPT).result(), before)
+        step(policy)
+        first = live.update()
+        step(policy)
+        second = live.update()
+        assert (second.result(), first.result()) == (3, 2)
+
+
+def test_a_live_sampler_refuses():
+    """Bad arguments; requests and updates once it is closed, and updates once its policy is."""
+    with rlkit.connect("toy", seed=0) as policy:
+        with pytest.raises(rlkit.ConfigError, match="recompute"):
+            policy.live_sampler(recompute=3)
+        live, other = policy.live_sampler().result(), policy.live_sampler().result()
+        with pytest.raises(rlkit.DataError):
+            live.sample("text", LONG)
+        live.close()
+        policy.close()
+        for call, message in (
+            (live.update, "sampler is closed"),
+            (lambda: live.sample(PROMPT, LONG), "sampler is closed"),
+            (lambda: live.logprobs(PROMPT), "sampler is closed"),
+            (other.update, "the toy backend is closed"),
+            (policy.live_sampler, "the toy backend is closed"),
+        ):
+            with pytest.raises(rlkit.BackendError, match=message):
+                call()

@@ -32,6 +32,13 @@ class Turns:
         self.left = 0
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
 def run(turns, count, seconds):
     """Run a job of ``count`` parts; return when they ended, and how many turns there were between them."""
     ends = []
@@ -66,16 +73,14 @@ def test_background_alone():
         worker = Worker("test", turns)
         worker.wake()
         assert worker.submit(lambda: 3).result(timeout=60) == 3
-        deadline = time.monotonic() + 60
-        while len(turns.done) < left and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_for(lambda turns=turns: len(turns.done) >= turns.left)
         worker.close()
         assert len(turns.done) == left
 
 
-def test_jobs_that_are_given_up():
-    """The running one ends after its part, those behind it do not run, and later ones do."""
-    worker, begun, go_on = Worker("test"), threading.Event(), threading.Event()
+def test_jobs_that_are_given_up_and_a_worker_that_is_closed():
+    """The running job ends after its part, those after it do not run, later ones do, also those submitted by a job."""
+    worker, begun, go_on, later = Worker("test"), threading.Event(), threading.Event(), []
 
     def job():
         begun.set()
@@ -83,27 +88,20 @@ def test_jobs_that_are_given_up():
         yield
         raise AssertionError("the second part ran")
 
-    running, waiting = worker.submit(job), worker.submit(lambda: 1)
-    assert begun.wait(60.0)
-    worker.give_up()
-    go_on.set()
-    for future in (running, waiting):
-        with pytest.raises(BackendError, match="cancelled, because"):
-            future.result(60.0)
-    assert worker.submit(lambda: 2).result(60.0) == 2
-    worker.close()
-
-
-def test_close_runs_what_was_submitted():
-    """Also what a job has submitted after ``close``, and also when a job closes its own worker."""
-    worker, later = Worker("test"), []
-
-    def job():
+    def closes():
         worker.close()
         later.append(worker.submit(lambda: 4))
         return 3
 
-    assert worker.submit(job).result(60.0) == 3
+    given_up = [worker.submit(job), worker.submit(lambda: 1)]
+    assert begun.wait(60.0)
+    worker.give_up()
+    go_on.set()
+    for future in given_up:
+        with pytest.raises(BackendError, match="cancelled, because"):
+            future.result(60.0)
+    assert worker.submit(lambda: 2).result(60.0) == 2
+    assert worker.submit(closes).result(60.0) == 3
     assert later[0].result(60.0) == 4
     worker.close()
 
@@ -121,10 +119,7 @@ def test_nothing_finished_or_forgotten_is_kept():
     worker.drain()
     del big
     gc.collect()
-    deadline = time.monotonic() + 60
-    while kept() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert kept() is None
+    wait_for(lambda: kept() is None)
     del worker
     gc.collect()
     thread.join(60.0)
