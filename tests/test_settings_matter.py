@@ -53,6 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "losses.rec": ({"clip_mode": "ring", "weight": "advantage", "regularizer": "k2", "regularizer_coef": 0.2}, {}),
     "losses.opsm": ({}, {"delta": 0.5}),
     "losses.simpo": ({}, {"gamma": 1.4}),
+    "advantages.grpo": ({}, {"scale": "batch"}),
     "advantages.opmd": ({"baseline": "logavgexp"}, {"baseline": "mean"}),
     "advantages.reinforce": ({"normalize": True}, {}),
     "advantages.rec": ({"normalize": True}, {"ddof": 1}),
