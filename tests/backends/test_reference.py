@@ -73,7 +73,7 @@ def test_mistakes(policy: Any, samples: Any) -> None:
     with policy.base_sampler().result() as base:
         long = rlkit.Datum.supervised(np.full(base.max_length - 1, 65), [66])
         table: list[tuple[Any, Any, str]] = [
-            (samples, [[72]], r"reference_logprobs\(prefixes\): has 1"),
+            (samples, [[72]], r"reference_logprobs\(prefixes\): has length 1"),
             (samples, "hint", r"reference_logprobs\(prefixes\)"),
             (samples[:1], ["hint"], r"prefixes\[0\]: got text"),
             (samples[:1], [[10**9]], r"prefixes\[0\]\[0\]"),
