@@ -89,8 +89,8 @@ def test_bytes_between_processes(tiny, monkeypatch):
         sent[message.kind] += sum(array.nbytes for array in message.arrays)
         send(self, message)
 
-    def receiving(self):
-        message = receive(self)
+    def receiving(self, **options):
+        message = receive(self, **options)
         received[message.kind] += sum(array.nbytes for array in message.arrays)
         return message
 
