@@ -48,6 +48,33 @@ class MeansInsteadOfSums(ToyBackend):
         return attrs.evolve(out, metrics={**out.metrics, "loss:sum": out.metrics["loss:sum"] / len(data)})
 
 
+class ScalesTheGradient(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        before = self._weights.gradient
+        out = yield from super()._run(data, loss, want, backward=backward)
+        self._weights.gradient = before + 3.0 * (self._weights.gradient - before)
+        return out
+
+
+class ForgetsTheTemperatureOfTheGradient(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        before = self._weights.gradient
+        out = yield from super()._run(data, loss, want, backward=backward)
+        self._weights.gradient = before + data[0].temperature * (self._weights.gradient - before)
+        return out
+
+
+class CountsARepeatedContextOnce(ToyBackend):
+    """As ``gradient[ids] += x`` does, where an id occurs several times."""
+
+    def _predict(self, datum):
+        features, logprobs = super()._predict(datum)
+        _, first = np.unique(datum.tokens[np.flatnonzero(datum.mask) - 1], return_index=True)
+        once = np.zeros_like(features)
+        once[first] = features[first]
+        return once, logprobs
+
+
 class OverwritesTheGradient(ToyBackend):
     def _run(self, data, loss, want, *, backward):
         if backward:
@@ -184,6 +211,9 @@ FAULTS = [
     (ShiftsByOne, "test_sampler_and_trainer_agree", {"temperature": 1.0}),
     (MeansInsteadOfSums, "test_losses_are_sums", {}),
     (MeansInsteadOfSums, "test_two_calls_equal_one", {}),
+    (ScalesTheGradient, "test_gradient_is_that_of_the_loss", {"temperature": 1.0}),
+    (ForgetsTheTemperatureOfTheGradient, "test_gradient_is_that_of_the_loss", {"temperature": 0.5}),
+    (CountsARepeatedContextOnce, "test_gradient_is_that_of_the_loss", {"temperature": 1.0}),
     (OverwritesTheGradient, "test_two_calls_equal_one", {}),
     (OverwritesTheGradient, "test_failure_keeps_what_was_accumulated", {}),
     (KeepsAFailedGradient, "test_failure_keeps_what_was_accumulated", {}),

@@ -13,7 +13,7 @@ from rlkit import losses
 from rlkit.backends.protocol import PromptLogprobs, TargetLogprobs, TopK, TrainerBackend
 from rlkit.errors import BackendError, ConfigError, DataError
 from rlkit.testing.conformance._harness import STEP, Harness, Unchecked, worst
-from rlkit.types import Datum
+from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,31 @@ class GradientTests(Harness):
         for datum, lp in zip(data, output.logprobs, strict=True):
             assert lp.shape == datum.tokens.shape
             assert not lp[~datum.mask].any()
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_gradient_is_that_of_the_loss(self, fresh: Callable[..., TrainerBackend], temperature: float) -> None:
+        """A step of size s along the gradient g changes the loss by s |g|^2, as central differences measure it.
+
+        The other tests compare a backend with itself. This one finds a gradient that is scaled, lacks the temperature,
+        or counts a context that repeats once.
+        """
+        if temperature != 1.0 and not self.tempered:
+            pytest.skip("it has no logprobs at other temperatures")
+
+        def step(sign: float, size: float) -> tuple[float, float | None]:
+            policy = fresh()
+            tokens = self.prompt(policy, "aaaa bbbb aaaa bbbb")
+            datum = Datum(tokens, np.arange(tokens.size) > 0, {"weights": sign}, temperature=temperature)
+            policy.forward_backward([datum], "cross_entropy")
+            norm = policy.optim_step(Adam(learning_rate=size * 1e8, beta1=0.0, beta2=0.0, eps=1e8)).result()
+            there = policy.forward([datum.with_inputs(weights=1.0)], "cross_entropy").result()
+            return there.metrics["loss:sum"], norm.get("grad_norm:mean")
+
+        loss, norm = step(1.0, 0.0)
+        if norm is None:
+            pytest.skip("its steps report no grad_norm:mean")
+        size = 0.01 * loss / norm**2
+        assert (step(-1.0, size)[0] - step(1.0, size)[0]) / (2 * size) == pytest.approx(norm**2, rel=0.03)
 
     def test_two_calls_equal_one(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Gradients of two calls add up to that of one call on all the data."""
