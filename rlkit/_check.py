@@ -140,11 +140,12 @@ def real(
 
 def temperature(where: str, value: object, *, zero: bool, error: type[RlkitError] = ConfigError) -> float:
     """Return ``value`` if in [1e-3, 1e3], where logits divided by it stay finite, or 0 where that may mean greedy."""
-    number = real(where, value, low=0.0, error=error)
-    if (number == 0 and not zero) or (number != 0 and not 1e-3 <= number <= 1e3):
-        expected = "a number in [0.001, 1000]" + (", or 0 for greedy" if zero else "")
-        raise error(where, f"got {value}", expected)
-    return number
+    expected = "a number in [0.001, 1000]" + (", or 0 for greedy" if zero else "")
+    number = plain(value)
+    real_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    good = real_number and (1e-3 <= float(number) <= 1e3 or (zero and number == 0))  # type: ignore[arg-type]
+    require(good, where, value, expected, error=error)
+    return float(number)  # type: ignore[arg-type]
 
 
 def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -15,16 +15,13 @@ from numpy.typing import ArrayLike
 from rlkit import _check, advantages, metrics
 from rlkit._seeds import epoch_order
 from rlkit.advantages import token_weights
-from rlkit.advantages.tokens import MODES
+from rlkit.advantages.tokens import KL_ESTIMATORS, MODES
 from rlkit.backends import reference_logprobs
-from rlkit.backends.protocol import Sampler
+from rlkit.backends.protocol import Critic, Sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.trajectory import Group, Trajectory, datums
 from rlkit.trajectory.types import checked_groups, token_rewards, turn_states
 from rlkit.types import Datum
-
-if TYPE_CHECKING:
-    from rlkit.backends.protocol import Critic
 
 __all__ = ["Batch", "Item", "assign", "minibatches", "weigh"]
 
@@ -67,6 +64,8 @@ def _per_group(estimator: Estimator, config: Config, episodes: Episodes) -> Arra
     if "lengths" in inspect.signature(estimator).parameters:
         lengths["lengths"] = episodes.by_group(np.array([float(t.token_count) for t in episodes.trajectories]))
     flat = _flatten(_call(estimator, episodes.by_group(episodes.totals), **lengths, **config))
+    if flat.shape == episodes.totals.shape:
+        flat = np.where(np.isnan(episodes.totals), 0.0, flat)  # an unscored episode teaches nothing
     sizes = [t.token_count for t in episodes.trajectories]
     return np.split(
         np.repeat(_check_size(flat, len(sizes), "one advantage per trajectory"), sizes), np.cumsum(sizes)[:-1]
@@ -153,9 +152,13 @@ def _refuse_tokens(estimator: Estimator, config: Config, level: str) -> None:
 def _flatten(arrays: object) -> np.ndarray:
     if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
         return arrays.reshape(-1)
-    if not isinstance(arrays, (list, tuple)) or not all(np.ndim(array) == 1 for array in arrays):
-        raise DataError("estimator", f"gave {_check.describe(arrays)}", "a list of arrays", _LISTS)
-    return np.concatenate(arrays) if arrays else np.zeros(0)
+    if not isinstance(arrays, (list, tuple)):
+        raise DataError("estimator", f"returned {_check.describe(arrays)}", "a list of arrays", _LISTS)
+    rows = [_check.as_array(f"estimator: element {i} of its result", row, _LISTS) for i, row in enumerate(arrays)]
+    for row in rows:
+        if row.ndim != 1:
+            raise DataError("estimator", f"returned an array of shape {row.shape}", "one array [G] per group", _LISTS)
+    return np.concatenate(rows) if rows else np.zeros(0)
 
 
 _LISTS = (
@@ -171,9 +174,11 @@ def _check_sizes(arrays: object, trajectories: Sequence[Trajectory]) -> Arrays:
 
 
 def _check_size(value: object, count: int, why: str, where: str = "estimator") -> np.ndarray:
-    array = _check.as_array(where, value, f"({count},)")
+    array = _check.as_array(where, value, f"numbers of shape ({count},)")
     if array.shape != (count,):
         raise DataError(where, f"returned an array of shape {array.shape}", f"({count},)", why)
+    for i in np.flatnonzero(~np.isfinite(array))[:1]:
+        raise DataError(where, f"returned {array[i]} at [{i}]", "finite numbers", why)
     return array
 
 
@@ -375,6 +380,11 @@ def assign(
     function = _resolve(estimator, config, level)
     mode, own_weights = (weights, None) if isinstance(weights, str) else (None, weights)
     _check_numbers(mode, kl_coef, entropy_coef, reference)
+    _check.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    good = critic is None or callable(getattr(critic, "values", None))
+    _check.require(good, "critic", critic, "a critic, which has values(data)")
+    if baseline is not None and "baseline" not in inspect.signature(function).parameters:
+        raise ConfigError("baseline", "is given", "an estimator that takes it, such as remax")
     everyone = [t for group in groups for t in group.trajectories]
     _check_counts(len(everyone), rewards=rewards, baseline=baseline, prefixes=prefixes, weights=own_weights)
     whole = [np.zeros(t.token_count) for t in everyone]
@@ -397,6 +407,9 @@ def assign(
 def _resolve(estimator: str | Estimator, config: Config, level: str) -> Estimator:
     """Return the estimator, which takes these settings."""
     _check.choice("level", level, tuple(LEVELS))
+    _check.require(isinstance(config, Mapping), "assign(config)", config, "a mapping of the estimator's settings")
+    if "rewards" in config:
+        raise ConfigError("assign(config)", "has 'rewards'", "settings", "rewards= replaces the environment's")
     function: Estimator = advantages.registry.resolve(estimator)
     _check.check_keywords("assign(config)", function, config)
     return function

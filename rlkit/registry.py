@@ -57,14 +57,14 @@ class Registry(dict[str, Any]):
             ConfigError: ``name`` is not a non-empty string or is taken, or the object is not a function or class.
         """
         if not isinstance(name, str) or not name:
-            raise ConfigError(f'a {self.kind} is registered under a non-empty name, @register("name"); got {name!r}')
+            raise ConfigError(f'{self.kind}: register it under a non-empty name, @register("name"); got {name!r}')
 
         def add(implementation: F) -> F:
             good = callable(implementation) or attrs.has(type(implementation))
             _check.require(good, f"{self.kind} {name!r}", implementation, "a function or a class")
             there = dict.get(self, name, implementation)
             if there is not implementation and not _redefined(there, implementation):
-                raise ConfigError(f"a {self.kind} named {name!r} already exists; delete it from the registry first")
+                raise ConfigError(f"{self.kind} {name!r} already exists; delete it from the registry first")
             self[name] = implementation
             return implementation
 
@@ -81,7 +81,7 @@ class Registry(dict[str, Any]):
             return self[name_or_callable]
         if callable(name_or_callable):
             return name_or_callable
-        raise ConfigError(f"{self.kind}: give a name or a callable; got {name_or_callable!r}")
+        raise ConfigError(self.kind, f"got {_check.describe(name_or_callable)}", "a name or a callable")
 
     def table(self) -> list[tuple[str, str]]:
         """Return (name, first line of its docstring), sorted by name."""

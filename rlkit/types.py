@@ -379,7 +379,7 @@ class Datum:
 def _rows_of(where: str, x: Input, length: int, why: str) -> np.ndarray:
     array = _check.as_array(where, x, f"length {length}")
     if array.ndim == 0 or array.shape[0] != length:
-        raise DataError(where, _check.describe(array), f"length {length}", why)
+        raise DataError(where, f"got {_check.describe(array)}", f"length {length}", why)
     return array
 
 
@@ -393,15 +393,14 @@ def _align_input(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     where, length, n = f"Datum.inputs[{name!r}]", mask.size, int(mask.sum())
     if not isinstance(name, str) or not name.isidentifier():
         raise DataError("Datum.inputs", f"has the key {name!r}", "an identifier that a loss can name")
-    array = _check.as_array(where, value, f"shape (), ({n},) or ({length},)")
+    array = _check.as_array(where, value, f"numbers of shape (), ({n},) or ({length},)")
     shape, kind = array.shape, array.dtype.kind
     if kind == "b":
         raise DataError(where, "holds booleans", "numbers", "write 0.0 and 1.0")
-    if len(shape) > 2 or 0 in shape[1:] or (shape and shape[0] not in (n, length)):
-        expected = f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
-        raise DataError(where, f"has shape {shape}", expected, "one entry per token")
-    if len(shape) == 2 and name in _ONE_PER_TOKEN:  # with a loss's [n], [n, 1] would broadcast to [n, n]
-        raise DataError(where, f"has shape {shape}", f"(), ({n},) or ({length},)", _check.squeeze(shape))
+    flat = name in _ONE_PER_TOKEN  # [n, 1] times a loss's [n] would broadcast to [n, n]
+    if len(shape) > 2 - flat or 0 in shape[1:] or (shape and shape[0] not in (n, length)):
+        expected = f"(), ({n},) or ({length},)" if flat else f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
+        raise DataError(where, f"has shape {shape}", expected, _check.squeeze(shape))
     if name in _INTEGER_INPUTS and array.size and kind not in "iu":
         raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
     if shape:
@@ -473,7 +472,8 @@ def _check_modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | 
     if names == ALL_LINEAR:
         return (ALL_LINEAR,)
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError("Lora.target_modules", _check.describe(names), "a tuple of module names, or 'all-linear'")
+        expected = "a tuple of module names, or 'all-linear'"
+        raise ConfigError("Lora.target_modules", f"got {_check.describe(names)}", expected)
     return tuple(names)
 
 

@@ -168,6 +168,8 @@ def test_what_was_not_scored_teaches_nothing(estimator, level, count):
     assert [a.size for a in batch.advantages] == [2, 2, 2, 0]
     assert not batch.advantages[1].any()
     assert batch.advantages[2].any()
+    centred = advantages.per_group(lambda rewards: rewards - np.nanmean(rewards))  # gives NaN for it
+    assert [float(a[0]) for a in credit.assign([group], centred).advantages[:3]] == [0.25, 0.0, -0.25]
 
 
 def test_nothing_to_train():
@@ -233,6 +235,16 @@ def test_modes_of_weights():
         ({"estimator": "gae", "level": "token"}, r"estimator: needs 'values'; expected critic="),
         ({"estimator": "on_policy_distillation", "level": "token"}, "'teacher_logprobs'; expected teacher="),
         ({"estimator": "remax", "level": "token"}, "'baseline'; expected baseline="),
+        ({"baseline": [1.0] * 4}, "baseline: is given; expected an estimator that takes it"),
+        ({"critic": 3}, "critic: got 3"),
+        ({"kl_estimator": "k9"}, "kl_estimator: got 'k9'"),
+        ({"config": ["scale"]}, r"assign\(config\): got"),
+        ({"config": {"rewards": [1.0]}}, r"assign\(config\): has 'rewards'"),
+        ({"estimator": lambda rewards: [r * np.nan for r in rewards]}, r"estimator: returned nan at \[0\]"),
+        (
+            {"estimator": lambda rewards: [r[:, None] for r in rewards]},
+            r"estimator: returned an array of shape \(2, 1\)",
+        ),
         ({"level": "word"}, "level: got 'word'"),
         ({"kl_coef": 0.1}, "kl_coef: is 0.1; expected reference="),
         ({"kl_coef": -1.0, "reference": Frozen(0.0)}, "kl_coef: got -1"),

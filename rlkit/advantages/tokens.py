@@ -140,6 +140,9 @@ def jsd_gradient(
     return steps.restore(-coef * (1.0 - beta) * (sampling - mixture))
 
 
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "clamped")
+
+
 @register("kl_penalty")
 def kl_penalty(
     *,
@@ -175,7 +178,7 @@ def kl_penalty(
     tinker-cookbook centres over the batch; "clamped" is low_var_kl in verl and Trinity.
     """
     coef = _check.real("coef", coef, low=0.0, high=LARGEST)
-    _check.choice("estimator", estimator, ("k1", "k2", "k3", "abs", "clamped"))
+    _check.choice("estimator", estimator, KL_ESTIMATORS)
     center = _check.flag("center", center)
     steps, reference, sampling = _read_pair("reference_logprobs", reference_logprobs, sampling_logprobs, mask)
     d = sampling - reference

@@ -550,11 +550,14 @@ def assemble_output(
         metrics = names.averaged(summed, max(sum(n > 0 for n in sizes), 1))
     metrics = {**metrics, "tokens:sum": float(sum(sizes)), "datums:sum": float(len(data))}
 
-    def expand(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def expand(name: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if [np.shape(x) for x in arrays] != [(n,) for n in sizes]:
+            found = ", ".join(str(np.shape(x)) for x in arrays[:8])
+            raise BackendError(f"the backend's {name}", f"have shapes {found}", f"[n] per datum, n = {sizes[:8]}")
         return [datum.expand(np.asarray(x, np.float32)) for datum, x in zip(data, arrays, strict=True)]
 
-    expanded = {name: expand(arrays) for name, arrays in outputs.items()}
-    return ForwardBackwardOutput(() if logprobs is None else expand(logprobs), expanded, metrics, masks)
+    expanded = {name: expand(name, arrays) for name, arrays in outputs.items()}
+    return ForwardBackwardOutput(() if logprobs is None else expand("logprobs", logprobs), expanded, metrics, masks)
 
 
 # The trainers.

@@ -191,7 +191,7 @@ def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | No
         inputs=tuple(key for key in inputs if key not in optional and key != "entropy"),
         optional=optional,
         entropy="entropy" in inputs,
-        settings=_bind_settings(name, defaults, config),
+        settings=_bind_settings(name, defaults, config, inputs),
         order=tuple(positional),
         named=isinstance(loss, str),
     )
@@ -204,20 +204,24 @@ def _read_signature(name: str, function: Callable[..., object]) -> tuple[dict[st
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
     for p in parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise ConfigError(f"the loss {name!r} takes {p}; a loss names its inputs and settings one by one")
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            what = f"has the {p.kind.description} parameter {str(p)!r}"
+            raise ConfigError(f"the loss {name!r}", what, "inputs and settings named one by one")
     positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
     if next(iter(positional), None) not in _DRIVERS:
         raise ConfigError(f"the first parameter of the loss {name!r} must be one of {', '.join(_DRIVERS)}")
     return positional, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _bind_settings(name: str, defaults: Mapping[str, object], config: object) -> dict[str, object]:
+def _bind_settings(
+    name: str, defaults: Mapping[str, object], config: object, inputs: Sequence[str]
+) -> dict[str, object]:
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError("config", f"got {_check.describe(config)}", "a mapping of settings, or None")
     for key in config or {}:
         if key not in defaults:
-            there = _check.suggest(str(key), defaults)
+            there = f"; {key} is an input: put it after * to make it a setting" if key in inputs else ""
+            there = there or _check.suggest(str(key), defaults)
             raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting{there}")
     settings = {**defaults, **(config or {})}
     for key, value in settings.items():
@@ -474,7 +478,10 @@ class PreparedLoss:
             if self.elementwise and names.reduction(name) == "mean":  # one call has many datums
                 expected = "its name must end in ':sum', ':max' or ':min'"
                 raise ConfigError(f"metric {name!r} of the elementwise loss {self.name!r}: {expected}")
-            metrics[name] = float(number.detach() if isinstance(number, Tensor) else number)
+            number = number.item() if isinstance(number, Tensor) and number.numel() == 1 else _check.plain(number)
+            if not isinstance(number, (int, float)):
+                raise ConfigError(where, f"returned the metric {key!r} = {_check.describe(number)}", "one number")
+            metrics[name] = float(number)
             if not math.isfinite(metrics[name]):
                 what, why = f"returned the metric {key!r} = {metrics[name]}", "leave out what cannot be measured"
                 raise BackendError(where, what, "a finite number", why)

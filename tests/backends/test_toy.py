@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
+from rlkit import BackendError, Sample
 from rlkit.backends.protocol import LiveSampler, LiveSampling
 from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights, draw
+from rlkit.backends.trainer import assemble_output
 from rlkit.testing import BackendConformance
 from tests.backends.live import PROMPT, step
 from tests.each import for_each
@@ -125,6 +127,19 @@ def finished(job):
             next(job)
         except StopIteration as end:
             return [end.value]
+
+
+class ForgetsATokenOfEach(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        yield from ()
+        return assemble_output(data, [np.zeros(int(datum.mask.sum()) - 1) for datum in data], {})
+
+
+def test_a_backend_that_forgets_tokens_is_named():
+    """Not the user's data."""
+    message = r"the backend's logprobs: have shapes \(1,\); expected \[n\] per datum"
+    with ForgetsATokenOfEach(seed=0) as policy, pytest.raises(BackendError, match=message):
+        policy.forward([Sample([5], [6, 7], [-1.0, -1.0]).datum()]).result()
 
 
 def test_start():

@@ -161,6 +161,9 @@ def test_metrics():
         prepare(flagged).gradient(leaves, data)
     with pytest.raises(BackendError, match=r"returned the metric 'size' = nan; expected a finite number"):
         prepare(lambda logprobs: (logprobs.sum(), {"size": float("nan")})).gradient(leaves, data)
+    for metric in (torch.ones(2), "1", None):
+        with pytest.raises(ConfigError, match=r"returned the metric 'kl' = .*; expected one number"):
+            prepare(lambda logprobs, metric=metric: (logprobs.sum(), {"kl": metric})).gradient(leaves, data)
 
 
 @for_each(("level", "size"), [("datum", 8.0), ("pair", 2 * (3.0 + 5.0)), ("batch", 4 * 8.0)])
@@ -235,9 +238,15 @@ UNNAMED = ("logprobs", "weights", "advantages", "reference_logprobs", "not a nam
     ("build", "settings", "message"),
     [
         (prepare, {"loss": lambda advantages, logprobs: 0}, "the first parameter of the loss '<lambda>' must be"),
-        (prepare, {"loss": lambda logprobs, *others: 0}, r"the loss '<lambda>' takes \*others"),
-        (prepare, {"loss": lambda logprobs, **others: 0}, r"the loss '<lambda>' takes \*\*others"),
+        (prepare, {"loss": lambda logprobs, *others: 0}, r"has the variadic positional parameter '\*others'"),
+        (prepare, {"loss": lambda logprobs, **others: 0}, r"has the variadic keyword parameter '\*\*others'"),
+        (prepare, {"loss": lambda logprobs, /: 0}, "has the positional-only parameter 'logprobs'"),
         (prepare, {"loss": lambda logprobs, *, beta: 0}, "config lacks 'beta'"),
+        (
+            prepare,
+            {"loss": lambda logprobs, b=1: 0, "config": {"b": 2}},
+            r"no such setting; b is an input: put it after \*",
+        ),
         (prepare, {"loss": dict}, "the loss 'dict'"),
         (loss, {"level": "token"}, r"^loss\(level\): got 'token'"),
         (loss, {"elementwise": 1}, r"^loss\(elementwise\): got 1"),
