@@ -22,17 +22,17 @@ class Future(Generic[T]):
     """A value that is being computed.
 
     Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting but never the work, so that a
-    training call cannot be lost from the middle of a sequence. Only a sampler's request may stop: by ``cancel()``,
-    when its future was forgotten, or when Ctrl-C ended the last waiting for it.
+    training call cannot be lost from the middle of a sequence. Only a sampler's request can stop: when you call
+    ``cancel()``, forget its future, or interrupt the last wait with Ctrl-C.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
-    ``TaskGroup.create_task`` want a coroutine, which ``async def value(): return await future`` makes of it.
+    ``TaskGroup.create_task`` need a coroutine; wrap the future in one: ``async def value(): return await future``.
 
     >>> Future.of(3).result()
     3
     """
 
-    # Hooks, see ``wrap``. They are attributes of the class, so that ``__del__`` works if ``__init__`` was refused.
+    # Hooks, see ``wrap``. They are attributes of the class, so that ``__del__`` works if ``__init__`` raised.
     _convert: Callable[[Any], T] | None = None
     _on_error: Callable[[BaseException], None] | None = None
     _on_drop: Callable[[], None] | None = None

@@ -1,7 +1,7 @@
 """The data that flows: how to sample, what was sampled, what to learn from it, what training gives back.
 
 All classes are frozen. Each field is checked by its converter when an object is made; the error names class, field and
-index. So what receives a ``Datum`` or a ``Sample`` need not look at its fields again. Arrays are read-only copies.
+index. Code that receives a ``Datum`` or a ``Sample`` does not check its fields again. Arrays are read-only copies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OPTIONS: Mapping[str, tuple[float, Callable[..., object], Mapping[str, Any]]] =
 SAMPLING_OPTIONS = tuple(_OPTIONS)
 """The options that change the distribution which tokens are drawn from."""
 OPTIONAL_OPTIONS: Mapping[str, float] = {name: _OPTIONS[name][0] for name in SAMPLING_OPTIONS[3:]}
-"""Those that not every sampler has, with their neutral values."""
+"""The options that some samplers lack, each with the value that changes nothing."""
 
 
 def _option(name: str, error: type[RlkitError]) -> Any:
@@ -117,9 +117,9 @@ class SamplingParams(SamplingOptions):
     r"""How to sample.
 
     The options act in the order of transformers: penalties, temperature, top_k, top_p, min_p. (vLLM has min_p before
-    the other two, so that top_p is of what min_p left.) All but the temperature draw from another distribution than the
-    policy's: its samples make ``Datum.truncated`` datums, which losses with a ratio refuse. Tokens exactly as probable
-    as the last one that top_k or top_p keeps are kept, too.
+    the other two, so that top_p is of what min_p left.) Every option but the temperature changes the distribution: a
+    datum of such a sample is ``truncated``, and losses with a ratio refuse it. Tokens exactly as probable as the last
+    one that top_k or top_p keeps are kept, too.
 
     Args:
         max_tokens: in [1, 2^31); the completion also ends where the model's context does.
@@ -203,8 +203,8 @@ class Sample(SamplingOptions):
             and min_p applied); for greedy samples (temperature 0) the untempered ones, penalties applied.
         stop_reason: "stop" or "length".
         temperature, top_p, top_k: how it was drawn.
-        version: optimizer steps that the policy had taken at the sampler's snapshot; the fewest, where several policies
-            drew the tokens.
+        version: optimizer steps that the policy had taken at the sampler's snapshot; where several policies drew the
+            tokens, the smallest of their versions.
         versions: int64 [n], the same for each token, where several policies drew them one after the other, as when
             weights are updated in flight; None: ``version`` drew all.
         min_p, repetition_penalty, presence_penalty, frequency_penalty: how it was drawn. See ``SamplingParams``, whose
@@ -233,7 +233,7 @@ class Sample(SamplingOptions):
         if self.versions is None:
             return
         oldest = int(self.versions.min(initial=2**62)) if self.versions.size else self.version
-        if self.version not in (0, oldest):
+        if self.version not in (0, oldest):  # 0, the default, means that it was not given
             what, why = f"is {self.version}", "the oldest of versions, or omit it"
             raise DataError("Sample.version", what, f"{oldest}", why)
         object.__setattr__(self, "version", oldest)
@@ -304,13 +304,14 @@ class Datum:
         mask: bool [T]; True where the policy chose the token. ``mask[0]`` is False, since nothing comes before it,
             so n = mask.sum() < T.
         inputs: name -> float32 or int64 array of shape (), [T] or [T, K]; entry i describes token i (rule R1). An
-            array of length n is scattered to the masked-in positions. Masked-out entries become
-            0. Integers stay integers, except for advantages, weights, values, old_values, returns, rewards, entropy and
-            names that end in ``logprobs``, which are at most 0, but for rounding up to 0.1. ``target_tokens`` and
+            array of length n is scattered to the masked-in positions. Masked-out entries become 0. Integers stay
+            integers, except for advantages, weights, values, old_values, returns, rewards, entropy and names that end
+            in ``logprobs``. A logprob is at most 0; up to 0.1 is accepted, as rounding. ``target_tokens`` and
             ``versions`` are integers. [T, K] is for ``target_tokens`` and what goes with them, such as
             ``teacher_logprobs``; advantages, weights, values, returns and the policies' logprobs are one number per
             token.
-        temperature: the sampling temperature, in [0.001, 1000]; 0 means greedy.
+        temperature: the sampling temperature, in [0.001, 1000]; 0 means greedy. A backend divides the logits by it, 0
+            counting as 1, so that the logprobs are of the distribution that was sampled from.
         truncated: sampled with top_p, top_k, min_p or a penalty, so that ``sampling_logprobs`` are not the policy's;
             losses that use them refuse such a datum.
 

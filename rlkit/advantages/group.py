@@ -2,16 +2,17 @@
 
 An estimator is a pure function from rewards to advantages: ``grpo([[1.0, 0.0], [0.0, 0.0, 1.0]])``. It gets all groups
 of a batch at once, as one group [G], groups of one size [B, G], or a list of groups [G_i], and returns one float64 per
-reward in the same form. Settings go by keyword. It knows no tokens: ``rlkit.credit.assign`` gives the advantage of a
-sample to its tokens.
+reward in the same form, 0 for a reward of NaN: such a sample could not be scored. Settings go by keyword. It knows no
+tokens: ``rlkit.credit.assign`` calls it with a list of arrays, one per group (and with ``lengths`` in the same form, if
+it has a parameter of that name), and gives the advantage of a sample to its tokens.
 
 Every estimator below takes three steps:
 
 1. ``read_rewards`` checks the shared settings and reads the rewards. ``rows.flat`` [N] then holds all samples, group
    after group, NaN where a sample could not be scored.
-2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. The
-   statistics of ``_rows`` skip NaN, and give exactly 0 for a group of equal rewards: a mean that rounds would train the
-   policy on noise, which dividing by a deviation near 0 makes large.
+2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. A
+   row of ``Rows`` is a group. Its statistics skip NaN, and give exactly 0 for equal rewards. A rounded mean would leave
+   small errors, and a deviation near 0 would make them large.
 3. ``finish`` gives unscored samples 0, applies the rule for groups of one, and returns the form that was given.
 
 ``@register("name")`` adds an estimator, so that ``assign`` and recipes find it by name. A function that looks at one
@@ -591,8 +592,9 @@ def pass_at_k(
 def pkpo(rewards: RowsLike, *, k: int, baseline: str = "loo_minus_one", singleton: str = "zero") -> Arrays:
     """Return each sample's share in the best of k (Pass-at-k policy optimization, for real rewards).
 
-    s_i = sum over subsets I of size k that hold i of max(R over I) / C(N, k), and with the baseline "loo_minus_one"
-    of max(R over I) - max(R over I without i)
+    s_i = sum over subsets I of size k that hold i of (max(R over I) - b_i) / C(N, k)
+
+    where b_i is max(R over I without i) with the baseline "loo_minus_one", and 0 without one.
 
     Args:
         rewards: as for ``grpo``; N counts the scored ones.

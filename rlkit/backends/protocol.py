@@ -1,7 +1,7 @@
 """The protocols of a backend: ``TrainerBackend``, its ``Sampler``, ``Critic``, and small ones for further abilities.
 
 Calls return at once and take effect in the order in which they were made. Their value is a future: ``.result()`` or
-``await`` it; until then further calls stay in flight.
+``await`` it. You may make further calls before you read it.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ class Sampler(Protocol):
 class TrainerBackend(Protocol):
     """A policy that can be trained. A context manager.
 
-    A call checks its arguments and raises. If an accepted training call fails later, it changes nothing, its future
-    raises, and the calls made after it are refused with ``TrainerFailed`` until one of these errors has been read.
+    A call checks its arguments at once, and raises there. If an accepted training call fails later, it changes nothing,
+    its future raises, and the calls made after it are refused with ``TrainerFailed`` until one of these errors has been
+    read.
     """
 
     @property
@@ -133,7 +134,11 @@ class TrainerBackend(Protocol):
         config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` names further outputs: "entropy", ..."""
+        """Return logprobs and, with ``loss``, its value; no gradient.
+
+        The logprobs are at each datum's temperature, where 0 counts as 1. ``want`` names further outputs of each
+        token's distribution: "entropy", "sum_p2" or "sum_p2_logp".
+        """
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
@@ -158,10 +163,10 @@ class TrainerBackend(Protocol):
         """Return a sampler of the base model, before any training."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
-        """Write weights, and with ``optimizer`` its state; ``name`` is a label, the path is unique and the only handle.
+        """Write the weights, and with ``optimizer`` its state. The path is unique, and only it opens the state again.
 
         Args:
-            name: letters, digits, dot, dash and underscore.
+            name: a label in the path: letters, digits, dot, dash and underscore.
             optimizer: whether the path can be given to ``resume_from=``, and not only to ``init_from=``.
             sampler: whether a service also saves weights to sample from.
 
@@ -261,7 +266,7 @@ class TopK(Protocol):
     """A sampler that gives the most probable tokens."""
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
-        """Return (ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i: about token i, row 0: 0."""
+        """Return (ids int64 [T, k], logprobs float32 [T, k]), the best first. Row i is about token i; row 0 is 0."""
 
 
 @runtime_checkable

@@ -7,6 +7,8 @@ order of calls, accumulation, snapshots, saving, failures. This file shows each 
   and the chain rule into d loss / d W, which is added to the gradient whole or not at all;
 - ``_step``, ``_drop``, ``_write``: the optimizer, forgetting the gradient, and the files of a saved state;
 - ``_snapshot``, ``_base``: samplers that later steps do not change, since an array of weights is never written to;
+  ``_live``: one that ``update`` gives newer weights, here by opening the next snapshot;
+- the attributes ``_wanted`` (further outputs, by name) and ``_seeds`` (the stream that a saved state continues);
 - ``ToySampler``: samples that say how they were drawn, with the logprob of each token under the distribution that it
   was drawn from. It refuses the options that it lacks by name (``lacks=``).
 
@@ -187,7 +189,7 @@ def entropy(logprobs: np.ndarray) -> np.ndarray:
     return entropies
 
 
-# The outputs that ``want`` may ask for, [n], from logprobs [n, V]; see ``DISTRIBUTION_OUTPUTS``.
+# The outputs that ``want`` may ask for, [n], from logprobs [n, V]; ``backends/trainer.py`` defines them.
 _OUTPUTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "entropy": entropy,
     "sum_p2": lambda logprobs: (np.exp(logprobs) ** 2).sum(-1),

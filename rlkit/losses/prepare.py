@@ -1,6 +1,6 @@
 """Say what a loss is, and prepare one for a backend.
 
-A loss is a function of the tokens that the policy chose in one datum, n of them, and returns a sum over these tokens:
+A loss gets the n tokens that the policy chose in one datum, and returns the sum of a term for each:
 
     def clipped(logprobs, sampling_logprobs, advantages, weights=1.0, *, high=1.2):
         ratio = (logprobs - sampling_logprobs).exp()
@@ -8,12 +8,15 @@ A loss is a function of the tokens that the policy chose in one datum, n of them
 
 Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
 ``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
-lack those with a default. Only ``entropy`` [n] comes from the model, too. ``weights`` multiplies every term: scaling
-lives there alone. Keyword-only parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or
-(scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at once.
+omit an input that has a default. An input named ``entropy`` [n] does not come from the datum: the model computes it.
+``weights`` multiplies every term; scale nothing elsewhere. Keyword-only parameters are settings, and ``config`` sets
+them. A loss returns a scalar tensor, or (scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at
+once. ``@loss(elementwise=True)`` promises a sum over tokens, so that one call serves many datums; a mean would depend
+on how the batch is split.
 
-A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work, then
-``gradient(logprobs, data)`` for each micro-batch. It propagates that gradient to its parameters, and nothing else.
+A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work
+(``InProcessBackend`` does both), then ``gradient(outputs, data)`` for each micro-batch. It propagates that gradient to
+its parameters, and nothing else.
 """
 
 from __future__ import annotations
@@ -149,8 +152,8 @@ class LossGradient:
 
     Attributes:
         value: the sum over the datums.
-        metrics: names that end in ":sum", ":mean", ":max" or ":min". A mean is still summed over the datums that the
-            loss was given, so that micro-batches add up; a backend divides by the number of all of these.
+        metrics: names that end in ":sum", ":mean", ":max" or ":min". A mean is still a sum over datums here, so that
+            micro-batches add up; ``assemble_output`` of a backend divides it.
         driver: one gradient per datum, shaped like the loss's input ([n] or [n, K]).
         entropy: one [n] per datum where the loss names ``entropy``, else None.
     """
@@ -345,7 +348,7 @@ class PreparedLoss:
 
     def gradient(
         self,
-        logprobs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         data: Sequence[Datum],
         *,
         entropy: Sequence[Tensor] | None = None,
@@ -354,8 +357,9 @@ class PreparedLoss:
         """Return the value, the metrics, and the gradient with respect to the model's outputs.
 
         Args:
-            logprobs: one float tensor per datum, [n] (or [n, K], or values [n]: see ``driver``); detached here.
-            data: the datums; those without a masked-in token are not given to the loss, nor, where it is elementwise,
+            outputs: of the model, one float tensor per datum: logprobs [n], target_logprobs [n, K] or values [n], as
+                ``driver`` says; detached here.
+            data: the datums. The loss does not get those without a masked-in token; an elementwise loss does not get
                 tokens of weight 0.
             entropy: one [n] per datum, for a loss that names it.
             places: indices of the datums in the user's list, for errors; None: it is ``data``.
@@ -363,7 +367,7 @@ class PreparedLoss:
         Raises:
             BackendError: the value, a metric or the gradient is not finite, naming the datum.
         """
-        leaves: dict[str, list[Tensor]] = {self.driver: _make_leaves(logprobs)}
+        leaves: dict[str, list[Tensor]] = {self.driver: _make_leaves(outputs)}
         if self.entropy:
             if entropy is None:
                 raise ConfigError(f"the loss {self.name!r} names entropy, but none was given")
@@ -379,8 +383,8 @@ class PreparedLoss:
         sources = [x for each in leaves.values() for x in each]
         gradients = self._differentiate(total, sources) if values else [torch.zeros_like(x) for x in sources]
         value = float(total.detach())
-        self._check_finite(value, gradients, range(len(logprobs)) if places is None else places)
-        return LossGradient(value, metrics, gradients[: len(logprobs)], gradients[len(logprobs) :] or None)
+        self._check_finite(value, gradients, range(len(outputs)) if places is None else places)
+        return LossGradient(value, metrics, gradients[: len(outputs)], gradients[len(outputs) :] or None)
 
     def _differentiate(self, total: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient with respect to each source, 0 for those that the loss was not given or passed over."""
