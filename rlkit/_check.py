@@ -142,10 +142,11 @@ def temperature(where: str, value: object, *, zero: bool, error: type[RlkitError
     """Return ``value`` if in [1e-3, 1e3], where logits divided by it stay finite, or 0 where that may mean greedy."""
     expected = "a number in [0.001, 1000]" + (", or 0 for greedy" if zero else "")
     number = plain(value)
-    real_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    good = real_number and (1e-3 <= float(number) <= 1e3 or (zero and number == 0))  # type: ignore[arg-type]
-    require(good, where, value, expected, error=error)
-    return float(number)  # type: ignore[arg-type]
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise error(where, f"got {describe(value)}", expected)
+    if not (1e-3 <= float(number) <= 1e3 or (zero and number == 0)):
+        raise error(where, f"got {number}", expected)
+    return float(number)
 
 
 def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) -> bool:

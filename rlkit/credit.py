@@ -381,10 +381,7 @@ def assign(
     mode, own_weights = (weights, None) if isinstance(weights, str) else (None, weights)
     _check_numbers(mode, kl_coef, entropy_coef, reference)
     _check.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    good = critic is None or callable(getattr(critic, "values", None))
-    _check.require(good, "critic", critic, "a critic, which has values(data)")
-    if baseline is not None and "baseline" not in inspect.signature(function).parameters:
-        raise ConfigError("baseline", "is given", "an estimator that takes it, such as remax")
+    _check_values(function, critic, baseline)
     everyone = [t for group in groups for t in group.trajectories]
     _check_counts(len(everyone), rewards=rewards, baseline=baseline, prefixes=prefixes, weights=own_weights)
     whole = [np.zeros(t.token_count) for t in everyone]
@@ -421,6 +418,13 @@ def _check_numbers(mode: str | None, kl_coef: float, entropy_coef: float, refere
     _check.real("entropy_coef", entropy_coef, low=0.0)
     if kl_coef > 0 and reference is None:
         raise ConfigError("kl_coef", f"is {kl_coef}", "reference=", "the reference policy of the KL")
+
+
+def _check_values(function: Estimator, critic: Critic | None, baseline: object) -> None:
+    good = critic is None or callable(getattr(critic, "values", None))
+    _check.require(good, "critic", critic, "a critic, which has values(data)")
+    if baseline is not None and "baseline" not in inspect.signature(function).parameters:
+        raise ConfigError("baseline", "is given", "an estimator that takes it, such as remax")
 
 
 def _check_counts(count: int, **given: Sequence[object] | np.ndarray | None) -> None:
