@@ -473,23 +473,24 @@ class PreparedLoss:
             raise ConfigError(where, f"returned {shape}", "a scalar tensor, or (tensor, metrics)", "sum it")
         if not isinstance(reported, Mapping):
             raise ConfigError(where, f"returned metrics {_check.describe(reported)}", "a dict")
-        metrics = {}
-        for key, number in reported.items():
-            if not isinstance(key, str) or key in _RESERVED:
-                expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
-                raise ConfigError(where, f"returned the metric {key!r}", expected)
-            name = names.with_ending(key)
-            if self.elementwise and names.reduction(name) == "mean":  # one call has many datums
-                expected = "its name must end in ':sum', ':max' or ':min'"
-                raise ConfigError(f"metric {name!r} of the elementwise loss {self.name!r}: {expected}")
-            number = number.item() if isinstance(number, Tensor) and number.numel() == 1 else _check.plain(number)
-            if not isinstance(number, (int, float)):
-                raise ConfigError(where, f"returned the metric {key!r} = {_check.describe(number)}", "one number")
-            metrics[name] = float(number)
-            if not math.isfinite(metrics[name]):
-                what, why = f"returned the metric {key!r} = {metrics[name]}", "leave out what cannot be measured"
-                raise BackendError(where, what, "a finite number", why)
-        return value, metrics
+        return value, dict(self._read_metric(where, key, number) for key, number in reported.items())
+
+    def _read_metric(self, where: str, key: object, number: object) -> tuple[str, float]:
+        """Return the name that says how a metric is put together, and the number."""
+        if not isinstance(key, str) or key in _RESERVED:
+            expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
+            raise ConfigError(where, f"returned the metric {key!r}", expected)
+        name = names.with_ending(key)
+        if self.elementwise and names.reduction(name) == "mean":  # one call has many datums
+            expected = "its name must end in ':sum', ':max' or ':min'"
+            raise ConfigError(f"metric {name!r} of the elementwise loss {self.name!r}: {expected}")
+        number = number.item() if isinstance(number, Tensor) and number.numel() == 1 else _check.plain(number)
+        if not isinstance(number, (int, float)):
+            raise ConfigError(where, f"returned the metric {key!r} = {_check.describe(number)}", "one number")
+        if not math.isfinite(number):
+            what, why = f"returned the metric {key!r} = {number}", "leave out what cannot be measured"
+            raise BackendError(where, what, "a finite number", why)
+        return name, float(number)
 
     def _measure_margin(self, arguments: Mapping[str, Argument]) -> dict[str, float]:
         """Return by how much the chosen of a pair is ahead of the rejected, and whether it is."""
