@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
@@ -19,6 +19,18 @@ from rlkit.errors import ConfigError, DataError, RlkitError
 P = ParamSpec("P")
 T = TypeVar("T")
 _SHOWN = 60
+HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.0625; beyond this it is not a logprob
+
+
+class ArrayLike(Protocol):
+    """A numpy array, or an object that converts to one, such as a tensor or a column of a table."""
+
+    def __array__(self) -> Any: ...
+
+
+Number: TypeAlias = float | np.number[Any] | np.bool_
+Numbers: TypeAlias = Sequence[Number] | ArrayLike
+TokenIds: TypeAlias = Sequence[int] | Sequence[np.integer[Any]] | ArrayLike
 
 
 def describe(value: object) -> str:

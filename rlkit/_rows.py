@@ -13,34 +13,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._check import HIGHEST, ArrayLike, Number
 from rlkit._runtime import warn
 from rlkit.errors import DataError
 
-Number: TypeAlias = float | np.number[Any] | np.bool_
 Row: TypeAlias = np.ndarray | Sequence[Number]
-
-
-class ArrayLike(Protocol):
-    """A numpy array, or an object that converts to one, such as a tensor or a column of a table."""
-
-    def __array__(self) -> Any: ...
 
 
 RowsLike: TypeAlias = Sequence[Row] | Sequence[Number] | ArrayLike  # one row, or several
 Arrays: TypeAlias = Any  # an array for one row or a matrix, a list of arrays for rows of different lengths
 Labels: TypeAlias = Sequence[Hashable] | ArrayLike
-TokenIds: TypeAlias = Sequence[int] | Sequence[np.integer[Any]] | ArrayLike
-Numbers: TypeAlias = Sequence[Number] | ArrayLike
 Places: TypeAlias = np.ndarray | slice  # entries of [N]: a mask, or slice(None) for all
 
 LARGEST = 1e150  # squares and sums of squares of anything smaller stay finite in float64
-HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.0625; beyond this it is not a logprob
 LARGEST_RATIO = 300.0  # exp(2 * 300) is still finite; a token beyond it is broken, and its exact size does not matter
 _ALL = slice(None)
 _FORMS = "a 1-D array, a 2-D array or a list of 1-D arrays of numbers"

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from rlkit import _check
 from rlkit.errors import BackendError, BackendTimeout, RequestCancelled
 
-__all__ = ["Future", "all_done", "settled"]
+__all__ = ["Future", "join_all", "wait_done"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -114,7 +114,7 @@ class Future(Generic[T]):
             cancelled = [future.cancel() for future in futures]  # all of them, not up to the first
             return any(cancelled)
 
-        whole: Future[Any] = Future(all_done([future._inner for future in futures]))
+        whole: Future[Any] = Future(join_all([future._inner for future in futures]))
         whole._convert, whole._on_drop, whole._cancel = read_all, drop, cancel
         return whole
 
@@ -157,7 +157,7 @@ class Future(Generic[T]):
             self._check_process()
             self._waiting.append(None)
             try:
-                yield from settled(self._inner).__await__()
+                yield from wait_done(self._inner).__await__()
             finally:
                 self._waiting.pop()
         return self.result()
@@ -199,7 +199,7 @@ class Future(Generic[T]):
         return f"Future({self._inner.result()!r})" if error is None else f"Future({error!r})"
 
 
-async def settled(inner: concurrent.futures.Future[U], timeout: float | None = None) -> bool:
+async def wait_done(inner: concurrent.futures.Future[U], timeout: float | None = None) -> bool:
     """Wait in an event loop until ``inner`` is done, without reading its result; return False after ``timeout`` s."""
     if not inner.done():
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ async def settled(inner: concurrent.futures.Future[U], timeout: float | None = N
     return inner.done()
 
 
-def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
+def join_all(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
     """Return a future that is done when all of ``parts`` are, whether they failed or not."""
     whole: concurrent.futures.Future[None] = concurrent.futures.Future()
     rest = iter(parts)

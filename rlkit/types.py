@@ -14,8 +14,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._check import checked
-from rlkit._rows import HIGHEST, Number, Numbers, TokenIds
+from rlkit._check import HIGHEST, Number, Numbers, TokenIds, checked
 from rlkit.errors import ConfigError, DataError, RlkitError
 
 __all__ = [
@@ -489,8 +488,8 @@ class Lora:
         train_mlp, train_attn: whether the linear layers of MLPs and of attention get one.
         train_unembed: whether the output head gets one. None: on the local backend where the head is not tied to the
             embedding, since other libraries can neither merge nor serve the adapter of a tied head; elsewhere True.
-        target_modules: names of modules instead of the three flags, as in peft. "all-linear" is attention and MLP, and
-            not the output head.
+        target_modules: names of modules, as in peft; then the flags for MLPs and attention stay True. "all-linear" is
+            attention and MLP, and not the output head.
 
     >>> Lora(target_modules="all-linear") == Lora(train_unembed=False)
     True
@@ -505,6 +504,8 @@ class Lora:
     target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_check_modules)
 
     def __attrs_post_init__(self) -> None:
+        if self.target_modules is not None and not (self.train_mlp and self.train_attn):
+            raise ConfigError("Lora", "has target_modules and train_mlp=False or train_attn=False", "one of them")
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", None)
             object.__setattr__(self, "train_unembed", bool(self.train_unembed))

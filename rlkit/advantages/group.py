@@ -192,10 +192,10 @@ def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") ->
     sample, the gradient is biased.
     """
     rows = read_rewards(rewards, eps=eps, singleton=singleton)
-    return finish(rows, _by_size(rows, lambda x: _compare_with_others(x, eps)), singleton)
+    return finish(rows, _apply_by_size(rows, lambda x: _compare_with_others(x, eps)), singleton)
 
 
-def _by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _apply_by_size(rows: Rows, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Apply ``function`` to the scored rewards [b, n], in rising order, of the groups of each size n.
 
     Returns:
@@ -581,8 +581,8 @@ def pass_at_k(
         size = _check_k(rows, k)
         good = np.isnan(rows.flat) | np.isin(rows.flat, (0.0, 1.0))
         rows.require("rewards", rows.flat, good, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
-        return finish(rows, _by_size(rows, lambda x: _compare_subsets(x, size)), singleton)
-    lead = _by_size(rows, _best_minus_second)
+        return finish(rows, _apply_by_size(rows, lambda x: _compare_subsets(x, size)), singleton)
+    lead = _apply_by_size(rows, _best_minus_second)
     if scale == "group":
         lead = lead / rows.repeat(_compute_divisor(rows, ddof, eps))
     return finish(rows, lead, singleton)
@@ -620,7 +620,7 @@ def pkpo(rewards: RowsLike, *, k: int, baseline: str = "loo_minus_one", singleto
     _check.choice("baseline", baseline, ("loo_minus_one", "none"))
     rows = read_rewards(rewards, singleton=singleton)
     k = _check_k(rows, k, 1 if baseline == "none" else 2)
-    return finish(rows, _by_size(rows, lambda x: _share_best(x, k, relative=baseline != "none")), singleton)
+    return finish(rows, _apply_by_size(rows, lambda x: _share_best(x, k, relative=baseline != "none")), singleton)
 
 
 def _check_k(rows: Rows, k: int, low: int = 1) -> int:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import DataError, UnsupportedError
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, SamplingParams

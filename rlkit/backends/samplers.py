@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.errors import BackendError, DataError

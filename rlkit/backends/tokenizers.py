@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from rlkit import _check, _runtime
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit.backends.hub import hub_source
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError, UnsupportedError

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit._runtime import Resource
 from rlkit._seeds import SeedStream, resolve_seed, streams
 from rlkit.backends import saves

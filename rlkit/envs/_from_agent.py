@@ -24,7 +24,7 @@ from rlkit.envs._prompts import named, noted, rows_of
 from rlkit.envs.calling import Running, call
 from rlkit.envs.protocol import Credit, Harness, Message, StepResult, Tasks, TaskSettings, check_credit
 from rlkit.errors import AgentError, ConfigError, DataError
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 
 if TYPE_CHECKING:
     from rlkit.gateway import Session
@@ -178,7 +178,7 @@ class CommandAgent:
             ended = cast("Ended", await self._running.result(None))
         except BaseException:
             self._program.kill()
-            await settled(self._running.outcome)
+            await wait_done(self._running.outcome)
             raise
         if ended.code:
             said = ended.stderr.strip()[-_LAST:] or "it wrote nothing to stderr"
@@ -190,7 +190,7 @@ class CommandAgent:
         """End the program, at once if it still runs, and wait until it and what it started are gone."""
         if self._program is not None and self._running is not None:
             self._program.kill(grace=0.0)
-            await settled(self._running.outcome)
+            await wait_done(self._running.outcome)
 
 
 def _run(program: Program, ending: Sequence[str]) -> Ended:

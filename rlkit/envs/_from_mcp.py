@@ -24,7 +24,7 @@ from rlkit.envs._child import said
 from rlkit.envs._prompts import Row, Rows, noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout, RlkitError
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 from rlkit.tools import ToolCall
 from rlkit.tools.env import Turns, awaited
 
@@ -258,7 +258,7 @@ class Sessions:
                 keeper.stop()
                 self._keeper = None if self._keeper is keeper else self._keeper
         if last:
-            await settled(keeper.ended)
+            await wait_done(keeper.ended)
 
 
 class Keeper:
@@ -288,7 +288,7 @@ class Keeper:
 
     async def opened(self) -> None:
         """Wait until the session is open."""
-        await settled(self.ready)
+        await wait_done(self.ready)
         self.ready.result()
 
     async def run(self, work: Coroutine[object, object, _T]) -> _T:

@@ -23,7 +23,7 @@ from rlkit.envs import calling
 from rlkit.envs._child import Child, past_proxies
 from rlkit.envs.protocol import Credit, Harness, StepResult, Tasks, TaskSettings, check_credit, check_name
 from rlkit.errors import AgentError, ConfigError
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 
 if TYPE_CHECKING:
     from rlkit.gateway import Session
@@ -261,7 +261,7 @@ class _Episode:
     async def play(self, session: Session, seed: int) -> StepResult:  # noqa: ARG002  # the session's draws have it
         asked = {"index": self._index, "url": session.base_url, "model": session.model}
         outcome, self._cancel = await asyncio.to_thread(self._worker.begin, asked)
-        await settled(outcome)
+        await wait_done(outcome)
         told = outcome.result()
         if "failed" in told:
             raise AgentError(f"rlkit.envs.verifiers: {str(told['failed'])[:1000]}")

@@ -26,7 +26,7 @@ from rlkit._threads import DaemonExecutor, Threads
 from rlkit.envs._checked import first_observation, reward, shown, step_result
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 
 if TYPE_CHECKING:
     from rlkit.gateway import Session
@@ -112,7 +112,7 @@ class Running:
     async def result(self, timeout: float | None) -> object:
         """Return what the call gave."""
         try:
-            in_time = await settled(self.outcome, timeout)
+            in_time = await wait_done(self.outcome, timeout)
         except BaseException:
             self.give_up()
             raise
@@ -481,7 +481,7 @@ class Guarded:
         under it. If the waiting is cancelled, the closing goes on all the same.
         """
         closing = self._begin_closing(None if timeout is None else timeout / 2)
-        if not await settled(closing.outcome, timeout):
+        if not await wait_done(closing.outcome, timeout):
             return EnvTimeout(f"{closing.where}: not closed within {timeout:g} s")
         error = closing.outcome.exception()
         return error if error is None or isinstance(error, Exception) else EnvError(str(error))
@@ -499,13 +499,13 @@ class Guarded:
         self._begin_closing(0.0)
 
     async def _close(self, grace: float | None) -> None:
-        ended = self._last is None or await settled(self._last.outcome, grace)
+        ended = self._last is None or await wait_done(self._last.outcome, grace)
         close = getattr(self.env, "close", None)
         lodging = self._lodging if ended else self._lodging.beside()  # a call that hangs keeps the task
         try:
             if close is not None:
                 running = Running(self._where("close"), close, (), lodging)
-                await settled(running.outcome)
+                await wait_done(running.outcome)
                 running.outcome.result()
         finally:
             lodging.end()

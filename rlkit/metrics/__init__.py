@@ -13,7 +13,8 @@ from typing import overload
 import numpy as np
 
 from rlkit import _check, _rows
-from rlkit._rows import ArrayLike, Rows, RowsLike, is_count
+from rlkit._check import ArrayLike
+from rlkit._rows import Rows, RowsLike, is_count
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [

@@ -21,7 +21,7 @@ from rlkit import _check, _ray_cluster
 from rlkit.envs.calling import Guarded, call, drives_itself
 from rlkit.envs.protocol import Action, Env, Harness, Observation, StepResult, Task
 from rlkit.errors import ConfigError, EnvError, EnvLost
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 from rlkit.rollouts._plan import CannotGoOn, place
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ class _Workers:
         while True:
             worker = self._least()
             try:
-                if await settled(worker.up, PATIENCE):
+                if await wait_done(worker.up, PATIENCE):
                     return worker
             except BaseException:
                 self.release(worker)

@@ -15,7 +15,7 @@ from rlkit._runtime import Resource
 from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import BackendError, RlkitError
-from rlkit.futures import settled
+from rlkit.futures import wait_done
 from rlkit.server import _sessions, _storage  # the last imports all files that declare endpoints
 from rlkit.server._adapter import BackendModels
 from rlkit.server._checkpoints import Checkpoints
@@ -166,7 +166,7 @@ class Service(Resource):
         """Do as ``handle``, after waiting for a result in progress."""
         waiting = self.waits_for(path, body)
         if waiting is not None:
-            await settled(*waiting)
+            await wait_done(*waiting)
         return self.handle(method, path, headers, body)
 
     def describe(self, method: str, path: str, body: bytes) -> tuple[str, str | None]:

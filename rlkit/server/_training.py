@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlkit._rows import HIGHEST
+from rlkit._check import HIGHEST
 from rlkit.server import _wire
 from rlkit.server._adapter import LossRow
 from rlkit.server._graph import read_loss

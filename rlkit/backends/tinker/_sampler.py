@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit._runtime import Resource
 from rlkit._seeds import SeedStream
 from rlkit.backends.protocol import Tokenizer
@@ -18,7 +18,7 @@ from rlkit.backends.requests import check_prompt, check_request, check_targets
 from rlkit.backends.tinker import _requests
 from rlkit.backends.trainer import Inner
 from rlkit.errors import BackendError, UnsupportedError
-from rlkit.futures import Future, all_done
+from rlkit.futures import Future, join_all
 from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class TinkerSampler(Resource):
         def finish(_: object) -> list[Sample]:
             return [attrs.evolve(s, logprobs=x.result()[s.prompt.size :]) for s, x in zip(samples, parts, strict=True)]
 
-        return self._request("sample", all_done(parts), finish)
+        return self._request("sample", join_all(parts), finish)
 
     def _scored(self, array: np.ndarray, sent: Inner[list[float | None]]) -> Inner[np.ndarray]:
         def finish(values: Sequence[float | None]) -> np.ndarray:

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import HIGHEST
+from rlkit._check import HIGHEST
 from rlkit._runtime import missing
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError

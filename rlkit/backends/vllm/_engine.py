@@ -214,7 +214,7 @@ class VllmEngine:
             waited = self.next_server()
             if not waited.up:
                 with contextlib.suppress(ServerLost):
-                    await waited.settled()
+                    await waited.wait_done()
                 continue
             up = [server for server in self.servers if server.up]
             for server in self.servers:

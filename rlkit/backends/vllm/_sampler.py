@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit._runtime import Resource
 from rlkit._seeds import SeedStream
 from rlkit.backends.protocol import Sampler, Tokenizer

@@ -275,7 +275,7 @@ class Server:
         """
         self.busy += 1
         try:
-            await self.settled()
+            await self.wait_done()
             return await self._watched(self.client.generate(body))
         finally:
             self.busy -= 1
@@ -283,7 +283,7 @@ class Server:
     async def load(self, adapter: Adapter) -> None:
         """Make it load an adapter, now and whenever it comes back. Raises as ``generate`` does."""
         self._adapters.add(adapter)
-        await self.settled()
+        await self.wait_done()
         if adapter.name not in self._loaded:
             await self._watched(self.client.load_adapter(adapter.name, str(adapter.folder)))
             self._loaded.add(adapter.name)
@@ -298,7 +298,7 @@ class Server:
         with contextlib.suppress(BackendError):
             await self.client.unload_adapter(name)
 
-    async def settled(self) -> None:
+    async def wait_done(self) -> None:
         """Wait while it is coming back.
 
         Raises:

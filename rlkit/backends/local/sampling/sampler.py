@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from rlkit import _check
-from rlkit._rows import TokenIds
+from rlkit._check import TokenIds
 from rlkit._seeds import SeedStream, streams
 from rlkit.backends._drawing import TokenCounts
 from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
