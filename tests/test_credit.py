@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit import ConfigError, DataError, advantages, credit
+from rlkit import DataError, advantages, credit
 from rlkit.advantages import discounted_returns
 from rlkit.credit import assign
 from rlkit.trajectory import Group, Trajectory, Turn
@@ -64,15 +64,20 @@ def test_group_level():
     assert [item.trajectory for item in batch.items] == [t for g in GROUPS for t in g.trajectories]
 
 
-def test_lengths_are_given_to_those_that_name_them():
-    """opo weighs the baseline by lengths: (1 * 2 + 0 * 3) / 5 is 0.4."""
-    assert listed(credit.assign(GROUPS[:1], "opo")) == [[0.6] * 2, [-0.4] * 3]
-
-
-def test_turn_level():
-    """An estimator of rows gets each trajectory's turns; what is still to come is the credit of a turn."""
-    batch = credit.assign(GROUPS, discounted_returns, level="turn", config={"gamma": 0.5})
-    assert listed(batch) == [[1.0] * 2, [0.0] * 3, [1.25, 1.5, 1.5], [1.0, 1.0, 0.0]]
+@for_each(
+    ("groups", "estimator", "options", "expected"),
+    [
+        (GROUPS[:1], "opo", {}, [[0.6] * 2, [-0.4] * 3]),  # lengths weigh the baseline: (1 * 2 + 0 * 3) / 5 is 0.4
+        (GROUPS[:1], "dr_grpo", {"entropy_coef": 0.25}, [[0.75] * 2, [-0.25] * 3]),  # -0.25 log q is added to each
+        # What is still to come is the credit of a turn.
+        (GROUPS, discounted_returns, {"level": "turn", "config": {"gamma": 0.5}}, [
+            [1.0] * 2, [0.0] * 3, [1.25, 1.5, 1.5], [1.0, 1.0, 0.0]]),
+        # ReMax: what is still to come, less the greedy reward.
+        (GROUPS[1:], "remax", {"level": "token", "baseline": [1.0, 1.0]}, [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]),
+    ],
+)  # fmt: skip
+def test_levels(groups, estimator, options, expected):
+    assert listed(credit.assign(groups, estimator, **options)) == expected
 
 
 def test_turns_with_states_and_steps():
@@ -88,12 +93,6 @@ def test_turns_with_states_and_steps():
     longer = Group([trajectory([1.0, 1.0, 1.0], [1, 1, 1]), trajectory([0.0], [2])])  # 3 and 0 in all
     batch = credit.assign([longer], "step_wise_grpo", level="turn", config={"scale": "none"})
     assert listed(batch) == [[1.5] * 3, [-1.5] * 2]
-
-
-def test_token_level_with_a_baseline():
-    """ReMax: what is still to come, less the greedy reward."""
-    batch = credit.assign(GROUPS[1:], "remax", level="token", baseline=[1.0, 1.0])
-    assert listed(batch) == [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]
 
 
 def test_a_critic():
@@ -127,11 +126,6 @@ def test_a_kl_penalty_is_taken_off_rewards():
     assert listed(squared)[0] == [round((1 - 0.025 + 0.0375) / 2, 4)] * 2
     without = credit.assign(GROUPS[:1], "dr_grpo", reference=Frozen(-1.5))
     assert listed(without)[0] == [0.5, 0.5]
-
-
-def test_the_bonus_of_entropy():
-    """-coef log q is added to each token's advantage."""
-    assert listed(credit.assign(GROUPS, "dr_grpo", entropy_coef=0.25))[0] == [0.75, 0.75]
 
 
 def test_a_teacher_and_what_it_reads_first():
@@ -213,12 +207,16 @@ def test_minibatches_part_a_batch(lengths, size, epochs, seed):
         assert sum(float(d.inputs["weights"]) * d.mask.sum() for d in data) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_seeds_that_are_not_given_are_alike():
-    """Both ways to minibatches begin with seed 0."""
+def test_seeds_of_minibatches():
+    """Both ways to minibatches begin with seed 0, and one number is a seed."""
     batch = credit.assign([Group([trajectory([float(i)], [1]) for i in range(9)])], weights=None)
-    numbers = [[d.inputs["advantages"].max() for d in data] for data in batch.minibatches(2)]
+
+    def drawn(**seed):
+        return [[d.inputs["advantages"].max() for d in data] for data in batch.minibatches(2, **seed)]
+
     items = credit.minibatches(batch.items, 2, seed=(0,))
-    assert numbers == [[item.data[0].inputs["advantages"].max() for item in part] for part in items]
+    assert drawn() == [[item.data[0].inputs["advantages"].max() for item in part] for part in items]
+    assert drawn(seed=3) == drawn(seed=(3,)) != drawn()
 
 
 def test_modes_of_weights():
@@ -250,7 +248,19 @@ def test_modes_of_weights():
         ({"kl_coef": -1.0, "reference": Frozen(0.0)}, "kl_coef: got -1"),
         ({"entropy_coef": -1.0}, "entropy_coef: got -1"),
         ({"weights": [1.0]}, "weights: has length 1; expected 4"),
-        ({"weights": "token-men"}, "token-men"),
+        ({"weights": "token-men"}, "weights: got 'token-men'.*'token-mean'"),
+        *[
+            (
+                {"estimator": "gae", "level": level},
+                r"'values', which is per token; expected level='token' \(and critic=",
+            )
+            for level in ("group", "turn")
+        ],
+        *[
+            ({"estimator": name, "level": level}, rf"^level='{level}': {name} compares the samples of a group")
+            for name in ("grpo", "rloo", "dr_grpo", "maxrl")
+            for level in ("turn", "token")
+        ],
         ({"rewards": [1.0, [1.0], 0.0, 0.0]}, r"rewards\[1\]: has shape \(1,\); expected \(3,\)"),
         ({"estimator": lambda rewards: [np.zeros(1)]}, "estimator: returned an array of shape"),
         ({"estimator": lambda rewards: rewards[:1], "level": "turn"}, "one advantage per turn"),
@@ -295,22 +305,6 @@ def test_a_function_of_one_group():
         best([[1.0, 2.0], [1.0, 2.0, 3.0]])
 
 
-@for_each("name", ["grpo", "rloo", "dr_grpo", "maxrl"])
-@for_each("level", ["turn", "token"])
-def test_what_compares_samples_stays_with_groups(name, level):
-    """Turns and tokens of a trajectory are no samples of a group."""
-    with pytest.raises(ConfigError, match=rf"^level='{level}': {name} compares the samples of a group"):
-        assign([samples_of([0.0, 1.0])], name, level=level)
-
-
-def test_one_number_is_a_seed():
-    batch = assign([samples_of([0.0, 1.0, 2.0, 3.0])], "grpo")
-    plain, several = (list(batch.minibatches(2, seed=seed)) for seed in (3, (3,)))
-    assert [[d.inputs["advantages"].tolist() for d in part] for part in plain] == [
-        [d.inputs["advantages"].tolist() for d in part] for part in several
-    ]
-
-
 def test_lengths_of_one_group():
     """A setting named lengths is cut as the rewards are, by assign and by by_group."""
 
@@ -341,14 +335,3 @@ def test_weights_of_turns_are_multiplied():
     assert weights(assign(groups, "grpo", weights=[[2.0, 4.0, 6.0], 1.0])) == [[1.0, 4.0, 6.0]]
     plain = credit.weigh(assign([Group([whole])], "grpo", weights=None).items, "token-sum")
     assert plain[0].inputs["weights"].ndim == 0
-
-
-def test_what_is_wrong_is_said_at_the_call():
-    """A token estimator at another level and an unknown mode of weights are refused."""
-    samples = [rlkit.Sample([5], [7, 8], [-0.5, -0.5]), rlkit.Sample([5], [9, 4], [-1.0, -1.0])]
-    groups = [Group.of_samples(samples, [1.0, 0.0])]
-    for level in ("group", "turn"):
-        with pytest.raises(ConfigError, match=r"'values', which is per token; expected level='token' \(and critic=\)"):
-            credit.assign(groups, "gae", level=level)
-    with pytest.raises(ConfigError, match="weights: got 'mean'.*'token-mean'"):
-        credit.assign(groups, weights="mean")

@@ -310,20 +310,6 @@ def test_ppo_with_gae_learns_on_the_toy():
     assert curve[-1][1] < 0.5 * curve[0][1] + 0.05
 
 
-def test_ppo_with_gae_learns_beside_tinker():
-    """The policy is trained on a service, the critic here; the same curve as on the toy, whose model it has."""
-    pytest.importorskip("tinker", reason="needs the extra tinker")
-    from rlkit.testing import FakeTinker
-
-    curves = []
-    with FakeTinker(seed=0) as fake:
-        options = {"model": "toy", "base_url": fake.base_url, "api_key": fake.api_key}
-        for policy in (rlkit.connect("toy", seed=0), rlkit.connect("tinker", **options)):
-            with policy:
-                curves.append(play(policy, 6, rlkit.critic("toy", tokenizer=policy.tokenizer)))
-    np.testing.assert_allclose(*curves, atol=1e-3)
-
-
 @pytest.mark.parametrize("backend", ["toy", "local"])
 def test_runs_go_on_exactly(backend, tiny, tmp_path):
     """A run with a critic that is cut off between two of a step's epochs is the run that was not, bit for bit."""

@@ -92,6 +92,9 @@ def test_datum_copies_and_pickles():
         assert other.tokens.tolist() == T
         assert other.inputs["a"].tolist() == [0, 0, 1, 2]
         assert (other.temperature, other.truncated) == (0.7, True)
+    for thing in (SamplingParams(temperature=0.5), Sample([1], [2], [-1.0], "length", top_k=3)):
+        other = pickle.loads(pickle.dumps(attrs.evolve(thing, **RESHAPING)))
+        assert {name: getattr(other, name) for name in RESHAPING} == RESHAPING
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 4))
@@ -160,12 +163,16 @@ BAD = [  # what is not a field's range alone; tests/test_shapes.py has shapes
         for x in (NAN, None, "text", [[1.0], [2.0, 3.0]], [[[1]]] * 2)
     ],
     (lambda: Sample([1], [2], [NAN]), DataError, r"logprobs\[0\]"),
-    (lambda: SamplingParams(stop="x"), ConfigError, "tuple"),
-    (lambda: SamplingParams(stop=("",)), ConfigError, r"stop\[0\]"),
-    (lambda: SamplingParams(stop=("a", 1)), ConfigError, r"stop\[0\]"),
-    (lambda: SamplingParams(stop=(1, "a")), ConfigError, r"stop\[1\]"),
-    (lambda: SamplingParams(stop=(1, -1)), ConfigError, r"stop\[1\]"),
+    *[
+        (lambda stop=stop: SamplingParams(stop=stop), ConfigError, text)
+        for stop, text in [("x", "tuple"), (("a", 1), r"\[0\]"), ((1, "a"), r"stop\[1\]"), ((1, -1), r"stop\[1\]")]
+    ],
     (lambda: Lora(train_mlp=False, train_attn=False, train_unembed=False), ConfigError, "nothing"),
+    *[
+        (lambda x=x, flag=flag: Lora(target_modules=x, **{flag: False}), ConfigError, "expected one of them")
+        for x in (("q",), "all-linear")
+        for flag in ("train_mlp", "train_attn")
+    ],
     *[(lambda c=c: c(max_token_count=1), TypeError, "max_token_count") for c in (SamplingParams, Adam, Lora)],
     *[(lambda c=c: c(*range(12)), TypeError, "positional") for c in (SamplingParams, Sample)],
 ]
@@ -285,16 +292,10 @@ def test_every_field_has_its_ends_tested():
         assert {field.name for field in attrs.fields(kind)} == ends.keys(), kind
 
 
-def test_greedy_is_not_truncated():
-    """top_k means nothing to a greedy sample, in its datum as in its settings."""
-    assert not Sample([1], [2], [-1.0], temperature=0.0, top_k=5).datum(1.0).truncated
-    assert not SamplingParams(temperature=0.0, top_k=5).truncates
-
-
 RESHAPING = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
 
 
-@for_each(("name", "value"), RESHAPING.items())
+@for_each(("name", "value"), [("top_k", 5), *RESHAPING.items()])
 def test_options_that_reshape_are_told_like_top_p(name, value):
     """min_p and the penalties stand in the sample, keyword-only, and make a datum that losses with a ratio refuse."""
     sample = Sample([1], [2], [-1.0], **{name: value})
@@ -303,15 +304,10 @@ def test_options_that_reshape_are_told_like_top_p(name, value):
     assert sample.datum(1.0).truncated
     assert not sample.datum(1.0, sampling_logprobs=[-1.0]).truncated
     assert not attrs.evolve(sample, temperature=0.0).datum(1.0).truncated  # its temperature says it all
+    assert not SamplingParams(temperature=0.0, **{name: value}).truncates
     prepared = rlkit.losses.prepare("ppo")
     with pytest.raises(DataError, match="a penalty, so its sampling_logprobs are not the policy's"):
         prepared.check([sample.datum(1.0)])
-
-
-@for_each("thing", [SamplingParams(temperature=0.5), Sample([1], [2], [-1.0], "length", top_k=3)])
-def test_pickles_have_every_field(thing):
-    new = pickle.loads(pickle.dumps(attrs.evolve(thing, **RESHAPING)))
-    assert {name: getattr(new, name) for name in RESHAPING} == RESHAPING
 
 
 def test_versions_of_tokens():

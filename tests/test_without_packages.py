@@ -40,10 +40,8 @@ def test_the_toy_samples_alike():
     assert sum(map(len, without_any[0])) > 3
 
 
-CALLS = """
+REFUSED = """
 import rlkit
-policy = rlkit.connect("toy", seed=0)
-data = [rlkit.Sample([65], [66], [-1.0]).datum(1.0)]
 def refused(call):
     try:
         call()
@@ -51,6 +49,10 @@ def refused(call):
         print(type(error).__name__, str(error))
     else:
         raise SystemExit("accepted")
+"""
+CALLS = """
+policy = rlkit.connect("toy", seed=0)
+data = [rlkit.Sample([65], [66], [-1.0]).datum(1.0)]
 refused(lambda: policy.forward_backward(data, "ppo"))
 refused(lambda: policy.forward_backward(data, lambda logprobs: logprobs.sum()))
 refused(lambda: rlkit.connect("local", model="x"))
@@ -64,7 +66,7 @@ assert policy.sampler().result().sample([65], rlkit.SamplingParams()).result()
 
 def test_what_needs_torch_says_so_at_the_call():
     """Each is refused before any work, by name, with a command that installs what is missing; the policy goes on."""
-    lines = printed(HEAVY, CALLS).splitlines()
+    lines = printed(HEAVY, REFUSED + CALLS).splitlines()
     assert len(lines) == 7
     for line in lines:
         assert re.match(r"MissingPackageError .* needs (torch|transformers|peft): pip install .*\[", line), line
@@ -72,68 +74,47 @@ def test_what_needs_torch_says_so_at_the_call():
         assert re.match(r"MissingPackageError rlkit.losses needs torch: pip install .*\[torch\]", line), line
 
 
-def test_tools_need_jsonschema_for_schemas_alone():
-    """Calls are read without it; checking their arguments names it before any text is looked at."""
-    program = """
+# Without these packages a program prints these beginnings of errors, after what works has worked.
+PARTS = [
+    (["jsonschema"], ["checking arguments .* needs jsonschema: pip install .*tools\\]"], """
 import rlkit.tools as tools
 text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 assert tools.parse(text).calls[0].name == "f"
-try:
-    tools.parse(text, tools=[{"name": "f", "parameters": {"type": "object"}}])
-except ModuleNotFoundError as error:
-    print(error)
-"""
-    assert re.match(r"checking arguments .* needs jsonschema: pip install .*tools\]", printed(["jsonschema"], program))
-
-
-def test_a_named_renderer_needs_its_package():
-    """It says so; a model that is not named is rendered by its template, whether the package would know it or not."""
-    program = """
-import rlkit
+refused(lambda: tools.parse(text, tools=[{"name": "f", "parameters": {"type": "object"}}]))
+"""),
+    (["renderers"], ["Chat.renderer needs renderers: pip install .*renderers\\]"], """
 from rlkit.chat import Chat
 tokenizer = rlkit.connect("toy").tokenizer
 type(tokenizer).name = "Qwen/Qwen3-8B"
-assert Chat(tokenizer).renderer is None
-try:
-    Chat(tokenizer, renderer="qwen3")
-except rlkit.ConfigError as error:
-    print(error)
-"""
-    assert re.match(r"Chat.renderer needs renderers: pip install .*renderers\]", printed(["renderers"], program))
-
-
-def test_a_gateway_needs_its_extra_for_http_alone():
-    """Sessions answer without it; a URL or a client names what is missing."""
-    program = """
-import asyncio, rlkit
+assert Chat(tokenizer).renderer is None  # it is rendered by its template, whether the package knows it or not
+refused(lambda: Chat(tokenizer, renderer="qwen3"))
+"""),
+    (
+        ["starlette", "uvicorn", "jsonschema"],
+        [rf"Gateway.{name} needs starlette, .*: pip install .*gateway\]" for name in ("url", "client")],
+        """
+import asyncio
 from rlkit.gateway import Gateway, Request
 tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gateway.session() as session:
     assert asyncio.run(session.answer(Request(messages=[{"role": "user", "content": "Hi"}], tools=tools))).choices
-    for use in (lambda: session.base_url, session.client):
-        try:
-            use()
-        except rlkit.ConfigError as error:
-            print(error)
-"""
-    lines = printed(["starlette", "uvicorn", "jsonschema"], program).splitlines()
-    assert len(lines) == 2
-    for name, line in zip(("url", "client"), lines, strict=True):
-        assert re.match(rf"Gateway.{name} needs starlette, .*: pip install .*gateway\]", line), line
+    refused(lambda: session.base_url)
+    refused(session.client)
+"""),
+    *[
+        ([package], [rf"serve needs {package}: pip install .*serve\]"], "refused(lambda: rlkit.serve('toy'))")
+        for package in ("uvicorn", "tinker")
+    ],
+]  # fmt: skip
 
 
-def test_a_server_needs_its_extra():
-    """Each package of it is named before a model is loaded."""
-    program = """
-import rlkit
-from rlkit.server import serve
-try:
-    serve("toy")
-except rlkit.ConfigError as error:
-    print(error)
-"""
-    for package in ("uvicorn", "tinker"):
-        assert re.match(rf"serve needs {package}: pip install .*serve\]", printed([package], program))
+@pytest.mark.parametrize(("missing", "messages", "program"), PARTS, ids=lambda x: x[0] if isinstance(x, list) else "")
+def test_a_part_names_what_it_lacks(missing, messages, program):
+    """Tools, a named renderer, the gateway's HTTP and the server, each before any work; what needs less works."""
+    lines = printed(missing, REFUSED + program).splitlines()
+    assert len(lines) == len(messages)
+    for message, line in zip(messages, lines, strict=True):
+        assert re.match(f"MissingPackageError {message}", line), line
 
 
 def test_fake_tinker_needs_no_listener():
