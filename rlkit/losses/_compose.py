@@ -142,6 +142,7 @@ def _add_term(
         return (result[0] + added, result[1]) if isinstance(result, tuple) else result + added
 
     composed.__name__ = composed.__qualname__ = title
+    composed.__module__ = function.__module__  # which says whether the loss is one of rlkit's
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
     composed.__rlkit_loss__ = marked  # type: ignore[attr-defined]
