@@ -38,7 +38,7 @@ def test_defaults_are_pinned() -> None:
 @laws
 @given(batches, st.sampled_from([0.0123, 0.0777, 0.313, 0.6]))
 def test_zero_variance(batch: list[list[float]], threshold: float) -> None:
-    """Dropped are groups whose GRPO advantages are all exactly 0, or whose unbiased deviation is no larger than asked."""
+    """Dropped are groups whose GRPO advantages are all exactly 0, or whose unbiased deviation is not above one."""
     selection = filters.zero_variance(batch)
     assert selection.keep.tolist() == [bool((row != 0).any()) for row in adv.grpo(batch)]
     assert selection.kept + selection.dropped["zero_variance"] == len(batch)

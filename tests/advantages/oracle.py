@@ -210,6 +210,7 @@ def returns(rewards, gamma, bootstrap=0.0):
 
 
 def gae(rewards, values, gamma, lam, bootstrap=0.0):
+    """Return advantages and lambda-returns."""
     advantages, a, after = [], 0.0, bootstrap
     for r, v in zip(reversed(rewards), reversed(values), strict=True):
         a = r + gamma * after - v + gamma * lam * a
@@ -217,15 +218,6 @@ def gae(rewards, values, gamma, lam, bootstrap=0.0):
         after = v
     advantages.reverse()
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
-
-
-def lambda_returns(rewards, values, gamma, lam, bootstrap):
-    result, g, after = [], bootstrap, bootstrap
-    for r, v in zip(reversed(rewards), reversed(values), strict=True):
-        g = r + gamma * ((1 - lam) * after + lam * g)
-        result.append(g)
-        after = v
-    return result[::-1]
 
 
 def n_step_returns(rewards, values, n, gamma, bootstrap):
