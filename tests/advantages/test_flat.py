@@ -48,7 +48,6 @@ def test_by_group_settings() -> None:
     assert adv.by_group("grpo", rewards, labels, scale="none").tolist() == [0.5, 1.0, -0.5, -1.0]
     found = adv.by_group("opo", rewards, labels, lengths=[1, 2, 3, 4])
     np.testing.assert_allclose(found, [0.75, 4 / 3, -0.25, -2 / 3])
-    assert adv.by_group("rloo", [1.0, 2.0, 4.0], [1, "1", 1]).tolist() == [-3.0, 0.0, 3.0]
     rewards, labels = [0.0, 0.0, 1.0, 0.0, 2.0], [4, 9, 4, 4, 9]
     assert adv.by_group("discounted_returns", rewards, labels, gamma=0.5).tolist() == [0.5, 1.0, 1.0, 0.0, 2.0]
     np.testing.assert_allclose(adv.by_group("rebn", rewards, labels), adv.rebn(rewards))
@@ -73,24 +72,6 @@ def test_by_group_takes_any_callable() -> None:
         adv.by_group(3, [1.0], ["a"])  # type: ignore[arg-type]
 
 
-@for_each(
-    ("rewards", "groups", "message"),
-    [
-        ([1.0, 2.0], ["a"], "groups: has length 1"),
-        *[([1.0], bad, "groups: got") for bad in ("a", b"a", None, 3, np.array(3))],
-        *[([1.0, 2.0], ["a", bad], rf"groups\[1\]: is {bad}") for bad in (None, NAN)],
-        ([1.0, 2.0], ["a", ["b"]], r"groups\[1\]"),
-        ([[1.0, 2.0]], ["a", "a"], "rewards"),
-        ([], [], "rewards: is empty"),
-        *[([1.0, bad], ["a", "a"], rf"rewards\[1\]: is {bad}") for bad in (float("inf"), None)],
-    ],
-)
-def test_bad_labels_are_named(rewards: Any, groups: Any, message: str) -> None:
-    """Labels are as many as rewards, hashable, and neither None nor NaN."""
-    with pytest.raises(DataError, match=message):
-        adv.by_group("grpo", rewards, groups)
-
-
 def test_per_group() -> None:
     """A function of one group becomes an estimator, with its settings; what it returns is checked."""
     centred = adv.per_group(lambda group, *, by=1.0: (group - group.mean()) * by)
@@ -107,29 +88,6 @@ def test_token_weights_count_sequences_and_prompts_that_have_tokens() -> None:
         assert adv.token_weights([0, 2, 2], "prompt-mean", groups=list(labels)).tolist() == [0.0, 0.25, 0.25]
     for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"):
         assert adv.token_weights([0, 0], mode).tolist() == [0.0, 0.0]
-
-
-NORM = {"mode": "seq-mean-token-sum-norm"}
-
-
-@for_each(
-    ("lengths", "settings", "error", "message"),
-    [
-        *[([1, 2], {"mode": bad}, ConfigError, "mode") for bad in ("mean", None)],
-        ([1, 2], {"constant": 5}, ConfigError, "constant"),
-        ([1, 2], {"groups": ["a", "b"]}, ConfigError, "groups"),
-        ([1, 2], NORM, ConfigError, "constant: is missing"),
-        *[([1, 2], {**NORM, "constant": bad}, ConfigError, "constant") for bad in (0, float("inf"))],
-        ([1, 2], {"mode": "prompt-mean"}, ConfigError, "groups: is missing"),
-        ([1, 2], {"mode": "prompt-mean", "groups": ["a"]}, DataError, "groups"),
-        ([], {}, DataError, "lengths: is empty"),
-        *[(bad, {}, DataError, "lengths") for bad in (None, "12", [[1], [2]])],
-        *[([1, bad], {}, DataError, r"lengths\[1\]") for bad in (-1, 1.5, NAN, True)],
-    ],
-)
-def test_bad_token_weights_are_named(lengths: Any, settings: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=rf"^{message}"):
-        adv.token_weights(lengths, **settings)
 
 
 @for_each("name", ["grpo", "rloo", "loo_std", "maxrl", "pass_at_k", "discounted_returns", "rebn"])

@@ -81,7 +81,7 @@ def test_bad_companions_of_rows_are_named(
 TWO = [1.0, 0.0]
 SAMPLING = {"sampling_logprobs": [-1.0, -2.0]}
 TEACHER = {"teacher_logprobs": [-1.0, -2.0], **SAMPLING}
-LENGTHS, VALUES = {"lengths": [1, 2]}, {"values": TWO}
+LENGTHS, VALUES, NORM = {"lengths": [1, 2]}, {"values": TWO}, {"mode": "seq-mean-token-sum-norm"}
 NEEDS: dict[str, dict[str, Any]] = {  # the required arguments besides two rewards
     "entropy_bonus": SAMPLING, "kl_penalty": {"reference_logprobs": [-1.0, -2.0], **SAMPLING}, "pkpo": {"k": 2},
     "on_policy_distillation": TEACHER, "jsd": TEACHER, "jsd_gradient": TEACHER, "gdpo": {"rewards": [TWO]},
@@ -89,6 +89,7 @@ NEEDS: dict[str, dict[str, Any]] = {  # the required arguments besides two rewar
     "opo": LENGTHS, "reinforce_pp_baseline": LENGTHS, "length_adaptive_lambda": LENGTHS, "rebn": {"returns": TWO},
     "gae": VALUES, "lambda_returns": VALUES, "n_step_returns": VALUES, "vtrace": {**VALUES, "log_ratios": TWO},
     "potential_shaping": {"potentials": TWO}, "remax": {"baseline": 0.5}, "step_wise_grpo": {"steps": [1, 1]},
+    "token_weights": LENGTHS,
 }  # fmt: skip
 BAD: dict[str, tuple[Any, ...]] = {  # what every estimator with this setting refuses
     "ddof": (-1, 2, 1.0, True), "eps": (-1e-9, INF, NAN, None), "singleton": ("one", None), "scale": ("std", None),
@@ -129,6 +130,11 @@ def test_settings_are_checked(name: str) -> None:
         *[(name, {"scale": "batch"}, "scale") for name in ("gigpo", "pass_at_k")],
         ("pkpo", {"baseline": "mean"}, "baseline"),
         *[("jsd_gradient", {"beta": beta}, "beta") for beta in (0.0, 1.0)],
+        *[("token_weights", {"mode": bad}, "mode") for bad in ("mean", None)],
+        *[("token_weights", {**NORM, "constant": bad}, "constant") for bad in (0, INF)],
+        *[("token_weights", {"constant": 5}, "constant"), ("token_weights", NORM, "constant: is missing")],
+        ("token_weights", {"groups": ["a", "b"]}, "groups"),
+        ("token_weights", {"mode": "prompt-mean"}, "groups: is missing"),
     ],
 )
 def test_settings_of_one_estimator(name: str, settings: dict[str, Any], message: str) -> None:
@@ -151,7 +157,14 @@ ANALYTIC: dict[str, Any] = {"method": "analytic"}
 MISFITS: list[tuple[str, Any, dict[str, Any], str]] = [
     *[("length_adaptive_lambda", bad, {}, "lengths") for bad in ([], [0.0], [1, -1], [NAN], None, [INF], [1.1e150])],
     *[("opo", TWO, {"lengths": [1, bad]}, r"lengths\[1\]") for bad in (2**53, 2.0**53)],
-    *[("token_weights", [1, bad], {}, r"lengths\[1\]") for bad in (2**53, 2.0**53)],
+    *[("token_weights", [1, bad], {}, r"lengths\[1\]") for bad in (2**53, 2.0**53, -1, 1.5, NAN, True)],
+    *[("token_weights", bad, {}, "lengths") for bad in ([], None, "12", [[1], [2]])],
+    ("token_weights", [1, 2], {"mode": "prompt-mean", "groups": ["a"]}, "groups"),
+    *[("by_group", "grpo", {"rewards": [1.0], "groups": bad}, "groups: got") for bad in ("a", b"a", None, np.array(3))],
+    *[("by_group", "grpo", {"rewards": TWO, "groups": ["a", bad]}, r"groups\[1\]") for bad in (None, NAN, ["b"])],
+    *[("by_group", "grpo", {"rewards": bad, "groups": ["a", "b"]}, "rewards") for bad in ([[1.0, 2.0]], [1.0, INF])],
+    ("by_group", "grpo", {"rewards": TWO, "groups": ["a"]}, "groups: has length 1"),
+    ("by_group", "grpo", {"rewards": [], "groups": []}, "rewards: is empty"),
     *[("step_wise_grpo", TWO, {"steps": [1, bad]}, r"steps\[1\]") for bad in (2**31, 0, -1)],
     ("discounted_returns", [1.0, NAN], {}, r"rewards\[1\]: is nan"),
     ("discounted_returns", [[1.0], [1.0, NAN]], {"mask": [[1], [0, 1]]}, r"rewards\[1\]\[1\]: is nan"),
@@ -183,7 +196,7 @@ MISFITS: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_misfits_are_named(name: str, rewards: Any, others: dict[str, Any], message: str) -> None:
     """An argument that the formula cannot use is a DataError that names it."""
     with pytest.raises(DataError, match=rf"^{message}"):
-        adv.registry[name](rewards, **others)
+        getattr(adv, name)(rewards, **others)
 
 
 @for_each("name", [name for name in NEEDS if "sampling_logprobs" in NEEDS[name]])
