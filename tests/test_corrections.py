@@ -62,10 +62,10 @@ def test_reference_values(case: Case) -> None:
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]]]:
+def pairs(draw: st.DrawFn, low: float = -3.0) -> tuple[list[list[float]], list[list[float]]]:
     """Two policies' logprobs of some sequences, some of which may be empty."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
-    row = lambda n: st.lists(st.floats(-3, 0), min_size=n, max_size=n)  # noqa: E731
+    row = lambda n: st.lists(st.floats(low, 0), min_size=n, max_size=n)  # noqa: E731
     return [draw(row(n)) for n in lengths], [draw(row(n)) for n in lengths]
 
 

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit import corrections, metrics
+from rlkit import metrics
 from rlkit.errors import ConfigError, DataError
 from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.golden import Case, assert_close, cases, each_case
 from tests.properties import examples
+from tests.test_corrections import RATIOS, pairs
+from tests.test_corrections import call as correct
 
 NAN, INF = float("nan"), float("inf")
 laws = examples(50)
@@ -24,8 +26,8 @@ POLICIES = ["chi2", "clip_fraction", "effective_sample_size", "kl_k3", "kl_v1", 
 POLICIES += ["perplexity_difference", "ratio_statistics"]  # of two policies' logprobs
 
 
-def call(name: str, p: Any, q: Any, module: Any = metrics, **settings: Any) -> Any:
-    return getattr(module, name)(trainer_logprobs=p, sampling_logprobs=q, **settings)
+def call(name: str, p: Any, q: Any, **settings: Any) -> Any:
+    return getattr(metrics, name)(trainer_logprobs=p, sampling_logprobs=q, **settings)
 
 
 def test_defaults_are_pinned() -> None:
@@ -45,16 +47,8 @@ def test_reference_values(case: Case) -> None:
     assert_close(case.find("rlkit.metrics")(**case.inputs, **case.settings), case.expected["value"])
 
 
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]]]:
-    """Two policies' logprobs of some sequences, one of which may be empty."""
-    lengths = draw(st.lists(st.integers(0, 8), min_size=1, max_size=5).filter(sum))
-    row = lambda n: st.lists(st.floats(-8, 0), min_size=n, max_size=n)  # noqa: E731
-    return [draw(row(n)) for n in lengths], [draw(row(n)) for n in lengths]
-
-
 @laws
-@given(pairs())
+@given(pairs(low=-8.0).filter(lambda pair: any(pair[0])))
 def test_formulas(pair: Any) -> None:
     """Every metric of two policies equals its formula as a loop."""
     p, q = pair
@@ -112,9 +106,6 @@ def test_forms() -> None:
     assert one == call("kl_v1", [p, []], [q, []])
 
 
-OF_TOKENS = set(corrections.__all__) - {"clip_b", "clip_v", "top_entropy"}
-
-
 @for_each(
     ("p", "q", "message"),
     [
@@ -135,11 +126,9 @@ OF_TOKENS = set(corrections.__all__) - {"clip_b", "clip_v", "top_entropy"}
 )
 def test_bad_logprobs(p: Any, q: Any, message: str) -> None:
     """Logprobs have to be finite and of one shape, for metrics and corrections alike; metrics need some."""
-    for name in POLICIES if p in ([], [[], []]) else (*POLICIES, *OF_TOKENS):
-        module = metrics if name in POLICIES else corrections
-        more = {"threshold": 0.1} if name == "divergence_rejection" else {}
+    for name in POLICIES if p in ([], [[], []]) else (*POLICIES, *RATIOS):
         with pytest.raises(DataError, match=rf"^{message}"):
-            call(name, p, q, module, **more)
+            (call if name in POLICIES else correct)(name, p, q)
 
 
 def test_rounding_above_zero_passes() -> None:

@@ -65,6 +65,7 @@ EXACT: list[tuple[Callable[[], Any], list[Any]]] = [
     (lambda: adv.grpo([np.nan, np.nan], scale="batch"), [0.0] * 2),
     *[(lambda c=c: adv.gpg([[0.0, 0.0], [np.nan, np.nan]], count=c), [[0.0] * 2] * 2) for c in ("rewards", "groups")],
     (lambda: adv.loo_std([0.1, np.nan, 0.1, 0.1]), [0.0] * 4),
+    (lambda: adv.rebn([1.0, np.nan, 3.0])[[0, 2]] - adv.rebn([1.0, 3.0]), [0.0] * 2),
     (lambda: adv.reinforce_pp_baseline([[1.0, 0.5, 0.0]] * 2, lengths=[[0, 3, 0], [0, 2, 0]]), [[0.0] * 3] * 2),
     (lambda: adv.opo([[1.0, 0.0]] * 2, lengths=[[0, 0], [1, 1]]), [[0.0, 0.0], [0.5, -0.5]]),
     (lambda: adv.opo([1.0, 0.0], lengths=[1, 0]), [0.0, -1.0]),

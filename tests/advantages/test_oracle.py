@@ -1,17 +1,45 @@
-"""Each estimator against the plain loops of oracle.py, on random ragged batches with ties and unscored rewards."""
+"""Each estimator against reference values, and against the plain loops of oracle.py on random ragged batches."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 import rlkit.advantages as adv
 from tests.advantages import oracle
 from tests.each import for_each
-from tests.golden import assert_close
+from tests.golden import COPY, SHARED, Case, assert_close, cases, each_case
 
+pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN = float("nan")
+PAIRS = {"gae": ("advantages", "returns"), "vtrace": ("advantages", "targets")}
+FAMILIES = ("advantages_group", "advantages_time", "advantages_tokens", "token_weights")
+
+
+@each_case([case for family in FAMILIES for case in cases(family)])
+def test_reference_values(case: Case) -> None:
+    """An estimator gives what the independent reference and the peers named in ``source`` give."""
+    function = case.find("rlkit.advantages")
+    if case.function == "running_baseline":
+        baseline = function(**case.settings)
+        result = [baseline.update(*batch) for batch in zip(case.inputs["rewards"], case.inputs["roles"], strict=True)]
+    else:
+        result = function(**case.inputs, **case.settings)
+    if case.function in PAIRS:
+        result = dict(zip(PAIRS[case.function], result, strict=True))
+    assert_close(result, case.expected["value"])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the originals are not beside this repository")
+def test_copy_is_the_original() -> None:
+    """The copy under tests/golden holds the same values as the originals."""
+    names = sorted(path.name for path in SHARED.glob("*.json"))
+    assert names == sorted(path.name for path in COPY.glob("*.json"))
+    for name in names:
+        assert json.loads((COPY / name).read_text()) == json.loads((SHARED / name).read_text())
 
 
 def batch(seed: int, *, kind: str = "any", low: int = 1) -> list[list[float]]:
@@ -107,10 +135,8 @@ def test_token_functions() -> None:
     np.testing.assert_allclose(k3, -0.3 * (np.exp(-flat) - 1 + flat), **rounding)
     bounded = np.concatenate(adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="clamped"))
     np.testing.assert_allclose(bounded, k3, rtol=1e-12, atol=0)  # nothing is as far as its bounds
-    far = adv.kl_penalty(
-        sampling_logprobs=[-1.0, -40.0], reference_logprobs=[-40.0, -1.0], coef=1.0, estimator="clamped"
-    )
-    assert far.tolist() == [-10.0, -10.0]
+    far: dict[str, Any] = {"sampling_logprobs": [-1.0, -40.0], "reference_logprobs": [-40.0, -1.0], "coef": 1.0}
+    assert adv.kl_penalty(**far, estimator="clamped").tolist() == [-10.0, -10.0]
     absolute = adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="abs", center=True)
     np.testing.assert_allclose(np.concatenate(absolute), -0.3 * (np.abs(flat) - np.abs(flat).mean()), atol=1e-12)
     distilled = adv.on_policy_distillation(teacher_logprobs=t, sampling_logprobs=q, coef=2.0, clip=1.0, gamma=0.5)

@@ -65,13 +65,6 @@ def test_inserted_masked_tokens_change_nothing(name: str, junk: float) -> None:
             assert not any(np.concatenate(result, axis=None)[: 2 if masked else 3])
 
 
-def test_rebn_leaves_out_what_does_not_count() -> None:
-    """Masked and unscored returns are in neither mean nor deviation."""
-    expected = adv.rebn([1.0, 3.0])
-    np.testing.assert_array_equal(adv.rebn([1.0, NAN, 3.0])[[0, 2]], expected)
-    np.testing.assert_array_equal(adv.rebn([1.0, 99.0, 3.0], mask=[1, 0, 1]), [expected[0], 0.0, expected[1]])
-
-
 def test_far_policies() -> None:
     """k3 stays finite and V-trace clips however far the policies are; empty sequences are allowed among tokens."""
     penalty = adv.kl_penalty(sampling_logprobs=[[-5000.0], []], reference_logprobs=[[0.0], []], estimator="k3")
