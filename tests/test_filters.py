@@ -62,9 +62,8 @@ def test_refilled() -> None:
     assert [selection.refilled(count).tolist() for count in (3, 1, 0)] == [[1, 3, 1], [1], []]
     with pytest.raises(ConfigError, match="^count"):
         selection.refilled(-1)
-    for dtype in (np.float16, np.float32, np.float64):
-        tied = filters.zero_variance(np.full((5, 7), 0.1, dtype))
-        assert (tied.kept, dict(tied.dropped), tied.refilled().size) == (0, {"zero_variance": 5}, 0)
+    tied = filters.zero_variance(np.full((5, 7), 0.1, np.float32))
+    assert (tied.kept, dict(tied.dropped), tied.refilled().size) == (0, {"zero_variance": 5}, 0)
 
 
 @laws

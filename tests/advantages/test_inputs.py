@@ -16,6 +16,7 @@ from rlkit.errors import ConfigError, DataError
 from tests.each import for_each
 
 NAN, INF = float("nan"), float("inf")
+TWO, THREE, RAGGED = [1.0, 0.0], [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]]
 BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "^rewards: got": (1.0, "1 0", b"10", {"a": 1.0}, np.zeros((2, 2, 2)), np.array(["a"]), np.array([1.0 + 2j])),
     "^rewards": (None, np.array([1.0, None], object)),
@@ -25,15 +26,9 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     r"^rewards\[0\]: (is|got)": ([1e151, 0.0], [[[1.0], [1.0, 2.0]], [1.0]]),
     r"^rewards\[1\]: is empty": ([[1.0], []],),
     r"^rewards\[1\]: is": ([1.0, None], [1.0, "1"], [1.0, True], [1.0, INF]),
-    r"^rewards\[1\]\[1\]: is": (
-        *([[1.0, 2.0], [3.0, None]], [[1.0, 2.0, 3.0], [1.0, -INF]]),
-        np.array([[0.0, 1.0], [2.0, INF]], np.float32),
-    ),
+    r"^rewards\[1\]\[1\]: is": ([TWO, [3.0, None]], [THREE, [1.0, -INF]], np.array([TWO, [2.0, INF]], np.float32)),
     r"^rewards\[1\]\[0\]: is False": ([[1.0, 2.0], [False, 1.0]],),
-    r"^rewards\[1\]: (got|holds)": (
-        *([[1.0, 2.0], 3.0], [[1.0, 2.0], "ab"]),
-        *([np.zeros(2), np.zeros((2, 2))], [np.zeros(2), np.array([True])]),
-    ),
+    r"^rewards\[1\]: (got|holds)": ([TWO, 3.0], [TWO, "ab"], [TWO, np.zeros((2, 2))], [TWO, np.array([True])]),
 }
 
 
@@ -42,9 +37,6 @@ def test_bad_rows_are_named(message: str, rewards: Any) -> None:
     """Rows are numbers of at most 1e150, and an error names the first entry that is not."""
     with pytest.raises(DataError, match=message):
         Rows.parse("rewards", rewards, nan=True)
-
-
-THREE, RAGGED = [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]]
 
 
 @for_each(
@@ -58,11 +50,7 @@ THREE, RAGGED = [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]]
         (THREE, "read_like", ["1", "1", "1"], {"boolean": True}, r"\[0\]"),
         (RAGGED, "read_like", [[1.0], [2.0]], {}, r"\[1\]: has length 1; expected 2"),
         (RAGGED, "read_like", [1, 1, 1], {}, r": has shape \(3,\)"),
-        *[
-            (THREE, "read_counts", [1, 1, bad], {}, rf"\[2\]: is {bad}; expected an integer >= 0")
-            for bad in (1.5, -1.0)
-        ],
-        (THREE, "read_counts", [1, 1, NAN], {}, r"\[2\]: is nan"),
+        *[(THREE, "read_counts", [1, 1, bad], {}, rf"\[2\]: is {bad}; expected an int") for bad in (1.5, -1.0, NAN)],
         (THREE, "read_counts", [1, 2, 0], {"low": 1}, r"\[2\]: is 0.0; expected an integer >= 1"),
         *[(THREE, "read_each", bad, {}, ": got") for bad in (NAN, None, True, 1.1e150, -1.1e150)],
         (THREE, "read_each", [1.0, 2.0], {}, ": has shape"),
@@ -78,7 +66,6 @@ def test_bad_companions_of_rows_are_named(
         getattr(Rows.parse("rewards", rewards), read)("x", value, **settings)
 
 
-TWO = [1.0, 0.0]
 SAMPLING = {"sampling_logprobs": [-1.0, -2.0]}
 TEACHER = {"teacher_logprobs": [-1.0, -2.0], **SAMPLING}
 LENGTHS, VALUES, NORM = {"lengths": [1, 2]}, {"values": TWO}, {"mode": "seq-mean-token-sum-norm"}
@@ -277,5 +264,4 @@ def test_no_torch() -> None:
     """The numpy families import no torch."""
     code = "import sys, rlkit\nfor name in sys.argv[1:]: getattr(rlkit, name)\nprint('torch' in sys.modules)"
     families = ["advantages", "corrections", "filters", "metrics", "rewards", "schedules"]
-    result = subprocess.run([sys.executable, "-c", code, *families], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
+    assert subprocess.check_output([sys.executable, "-c", code, *families], text=True) == "False\n"

@@ -106,10 +106,9 @@ def test_returns(gamma: float) -> None:
     for lam in (0.0, 0.5, 1.0, adv.length_adaptive_lambda([len(row) for row in r], alpha=0.3)):
         lams = np.broadcast_to(lam, 7).tolist()
         wanted = [oracle.gae(x, y, gamma, each, b) for x, y, each, b in zip(r, v, lams, boot, strict=True)]
-        advantages, targets = adv.gae(r, values=v, lam=lam, **given)
-        assert_close(advantages, [a for a, _ in wanted])
-        assert_close(targets, [g for _, g in wanted])
-        assert_close(adv.lambda_returns(r, values=v, lam=lam, **given), [g for _, g in wanted])
+        advantages, targets = (list(part) for part in zip(*wanted, strict=True))
+        assert_close(adv.gae(r, values=v, lam=lam, **given), [advantages, targets])
+        assert_close(adv.lambda_returns(r, values=v, lam=lam, **given), targets)
     for n in (1, 2, 3, 7, 100):
         found = adv.n_step_returns(r, values=v, n=n, **given)
         assert_close(found, [oracle.n_step_returns(x, y, n, gamma, b) for x, y, b in zip(r, v, boot, strict=True)])
@@ -122,8 +121,7 @@ def test_vtrace(gamma: float, lam: float, rho: float, pg: float) -> None:
     settings = {"gamma": gamma, "lam": lam, "clip_rho": rho, "clip_pg_rho": pg}
     found = adv.vtrace(r, values=v, log_ratios=w, bootstrap_value=boot, **settings)
     wanted = [oracle.vtrace(x, y, z, gamma, lam, rho, pg, b) for x, y, z, b in zip(r, v, w, boot, strict=True)]
-    assert_close(found[0], [a for a, _ in wanted])
-    assert_close(found[1], [t for _, t in wanted])
+    assert_close(found, [list(part) for part in zip(*wanted, strict=True)])
 
 
 def test_token_functions() -> None:
