@@ -155,10 +155,11 @@ def test_what_is_on_the_threshold_is_kept() -> None:
             found = call("divergence_rejection", p, q, level=level, threshold=threshold, estimator="k2")
             np.testing.assert_array_equal(found, [[kept] * 2, [1.0] * 2], f"{level}, {threshold}")
     for level in ("token", *LEVELS):
-        for lp, threshold, estimator in ((-3.0, 2.0, "k2"), (-1.0, 0.0, "k2"), (-1.0, 0.0, "k3")):
-            settings = {"level": level, "threshold": threshold, "estimator": estimator}
-            found = call("divergence_rejection", [[lp], []], [[-1.0], []], **settings)
-            assert [row.tolist() for row in found] == [[1.0], []], settings
+        for estimator in ESTIMATORS:
+            for lp, threshold, kept in ((-3.0, 2.0, 1.0), (-3.0, 1.0, 0.0), (-1.0, 0.0, 1.0)):
+                settings = {"level": level, "threshold": threshold, "estimator": estimator}
+                found = call("divergence_rejection", [[lp], []], [[-1.0], []], **settings)
+                assert [row.tolist() for row in found] == [[kept], []], settings
 
 
 @for_each(

@@ -19,8 +19,7 @@ from tests.properties import examples
 pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN, INF = float("nan"), float("inf")
 laws = examples(50)
-rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN])
-batches = st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=6)
+batches = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN]), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
 def scored(batch: list[list[float]]) -> list[list[float]]:

@@ -16,7 +16,7 @@ from rlkit.errors import ConfigError, DataError
 from tests.each import for_each
 
 NAN, INF = float("nan"), float("inf")
-TWO, THREE, RAGGED = [1.0, 0.0], [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]]
+TWO, THREE, RAGGED, ROW = [1.0, 0.0], [1.0, 2.0, 3.0], [[1.0], [2.0, 3.0]], np.zeros(2)
 BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "^rewards: got": (1.0, "1 0", b"10", {"a": 1.0}, np.zeros((2, 2, 2)), np.array(["a"]), np.array([1.0 + 2j])),
     "^rewards": (None, np.array([1.0, None], object)),
@@ -28,7 +28,7 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     r"^rewards\[1\]: is": ([1.0, None], [1.0, "1"], [1.0, True], [1.0, INF]),
     r"^rewards\[1\]\[1\]: is": ([TWO, [3.0, None]], [THREE, [1.0, -INF]], np.array([TWO, [2.0, INF]], np.float32)),
     r"^rewards\[1\]\[0\]: is False": ([[1.0, 2.0], [False, 1.0]],),
-    r"^rewards\[1\]: (got|holds)": ([TWO, 3.0], [TWO, "ab"], [TWO, np.zeros((2, 2))], [TWO, np.array([True])]),
+    r"^rewards\[1\]: (got|holds)": ([TWO, 3.0], [TWO, "ab"], [ROW, np.zeros((2, 2))], [ROW, np.array([True])]),
 }
 
 
