@@ -51,7 +51,7 @@ def test_what_is_on_an_end_counts_as_inside() -> None:
     assert filters.difficulty_band([[0.1, 0.1], [0.9, 0.9]], low=0.1, high=0.9).keep.tolist() == [True, True]
     assert filters.difficulty_band([[0.5], [0.9]], high=0.6).keep.tolist() == [True, False]
     spread = float(np.std([0.0, 1.0], ddof=1))
-    assert filters.zero_variance([[0.0, 1.0]], threshold=spread).keep.tolist() == [False]
+    assert [filters.zero_variance([[0.0, 1.0]], threshold=spread - x).kept for x in (0.0, 0.1)] == [0, 1]
 
 
 def test_refilled() -> None:
