@@ -102,7 +102,7 @@ def test_clamp(rows: list[list[float]], a: float, b: float) -> None:
 
 def test_length_cost() -> None:
     """The cost is in proportion to the length up to the limit, the penalty of a buffer of one token begins there."""
-    assert rewards.overlong_penalty([4, 5, 6], max_length=5, buffer=1).tolist() == [0.0, -1.0, -1.0]
+    assert rewards.overlong_penalty([0, 1, 2], max_length=1, buffer=1).tolist() == [0.0, -1.0, -1.0]
     np.testing.assert_allclose(rewards.length_cost([[0, 5], [10]], max_length=10)[0], [0.0, -0.5])
     np.testing.assert_allclose(rewards.length_cost([20, 3], max_length=10, coef=0.1), [-0.1, -0.03])
 
