@@ -57,7 +57,7 @@ SETTINGS, RANGES, SHAPES = (f"tests/test_{name}.py" for name in ("settings_matte
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
-        ["tests/advantages/test_inputs.py", "tests/advantages/test_golden.py"],
+        ["tests/advantages/test_inputs.py", "tests/advantages/test_oracle.py"],
         ["tests/advantages", SETTINGS],
     ),
     "losses": (

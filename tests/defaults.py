@@ -1,4 +1,4 @@
-"""What the public functions of a module promise in their signatures and docstrings."""
+"""What the public functions of a module promise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 
 def read_defaults(module: ModuleType, *, by_name: bool = False) -> dict[str, dict[str, Any]]:
-    """Return name -> its defaults, for functions that have some; every public name has an example.
-
-    Args:
-        by_name: check that every argument is keyword-only, which goes for arguments that are easily swapped.
-    """
+    """Return name -> its defaults where it has some; all names need an example, with ``by_name`` keywords only."""
     found = {}
     for name in module.__all__:
         public = getattr(module, name)

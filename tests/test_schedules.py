@@ -49,13 +49,15 @@ def test_lines_and_cosines(step: int, start: float, end: float, steps: int) -> N
 
 
 def test_warmup() -> None:
-    """The first step already moves, the last one of the warm-up is whole; 0 and 1 are no warm-up."""
+    """The first step already moves, the last one of the warm-up is whole; without one the first is whole, or a peak."""
     assert [schedules.warmup(step, steps=4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert schedules.warmup(0, steps=0) == schedules.warmup(0, steps=1) == 1.0
+    assert schedules.chord_schedule(0, warmup_steps=0, decay_steps=10, peak=0.5) == 0.5
+    assert schedules.chord_schedule(3, warmup_steps=3, decay_steps=0, valley=0.1) == 0.1
 
 
 @laws
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+@given(*[st.integers(0, 9)] * 3)
 def test_wsd(up: int, flat: int, down: int) -> None:
     """Up, flat and down in their turns."""
     steps = up + flat + down
@@ -71,28 +73,12 @@ def test_wsd(up: int, flat: int, down: int) -> None:
             assert found == pytest.approx(2.0 - 1.5 * (step - up - flat) / down)
 
 
-def test_wsd_at_its_corners() -> None:
-    """At the end of warming up the peak is reached, and where decay begins it still stands."""
-    found = [schedules.wsd(k, peak=1.0, steps=9, warmup_steps=3, decay_steps=4, end=0.2) for k in range(11)]
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert max(found) == found[5] == 1.0
-
-
-def test_chord_without_phases() -> None:
-    """Without warm-up it starts at the peak, without decay it is at the valley."""
-    assert schedules.chord_schedule(0, warmup_steps=0, decay_steps=10, peak=0.5) == pytest.approx(0.5)
-    assert schedules.chord_schedule(3, warmup_steps=3, decay_steps=0, valley=0.1) == 0.1
-
-
 def test_lr_for() -> None:
     """Llama's rate falls with the width, Qwen's hardly; a LoRA's is ten times that of all weights."""
-    llama = [schedules.lr_for("meta-llama/Llama-3.1-8B", hidden_size=h) for h in (2000, 4096, 8192)]
-    assert llama[0] == pytest.approx(5e-4)
-    assert llama[1] == pytest.approx(5e-4 * (2000 / 4096) ** 0.781)
-    assert llama == sorted(llama, reverse=True)
-    assert schedules.lr_for("Qwen/Qwen3-8B", hidden_size=4096) == pytest.approx(5e-4 * (2000 / 4096) ** 0.0775)
-    full = schedules.lr_for("Qwen/Qwen3-8B", hidden_size=4096, lora=False)
-    assert full * 10 == pytest.approx(schedules.lr_for("qwen", hidden_size=4096))
+    for model, power in (("meta-llama/Llama-3.1-8B", 0.781), ("Qwen/Qwen3-8B", 0.0775), ("qwen", 0.0775)):
+        found = schedules.lr_for(model, hidden_size=4096)
+        assert found == pytest.approx(5e-4 * (2000 / 4096) ** power), model
+        assert schedules.lr_for(model, hidden_size=4096, lora=False) * 10 == pytest.approx(found), model
 
 
 @for_each(

@@ -20,28 +20,21 @@ def std(values, ddof):
 
 
 def by_group(groups, one):
-    """``one(scored rewards)`` gives the advantage of a reward from its value and its place among the scored ones."""
+    """``one(scored rewards, reward, its place among them)`` gives the advantage of a reward in a group that varies."""
     result = []
     for group in groups:
-        kept = scored(group)
-        advantage = one(kept) if len(kept) > 1 and max(kept) > min(kept) else lambda _r, _i: 0.0
-        row, place = [], 0
-        for r in group:
-            row.append(0.0 if math.isnan(r) else advantage(r, place))
-            place += not math.isnan(r)
-        result.append(row)
+        kept, places = scored(group), itertools.count()
+        varies = len(kept) > 1 and max(kept) > min(kept)
+        result.append([one(kept, r, next(places)) if varies and not math.isnan(r) else 0.0 for r in group])
     return result
 
 
 def grpo(groups, scale="group", ddof=1, eps=1e-6):
     batch = [r for group in groups for r in scored(group)]
 
-    def one(kept):
-        mean = statistics.fmean(kept)
-        if scale == "none":
-            return lambda r, _: r - mean
-        divisor = std(kept if scale == "group" else batch, ddof) + eps
-        return lambda r, _: (r - mean) / divisor
+    def one(kept, r, _):
+        divisor = 1.0 if scale == "none" else std(kept if scale == "group" else batch, ddof) + eps
+        return (r - statistics.fmean(kept)) / divisor
 
     return by_group(groups, one)
 
@@ -51,27 +44,21 @@ def dr_grpo(groups):
 
 
 def rloo(groups):
-    return by_group(groups, lambda kept: lambda r, i: r - statistics.fmean(kept[:i] + kept[i + 1 :]))
+    return by_group(groups, lambda kept, r, i: r - statistics.fmean(kept[:i] + kept[i + 1 :]))
 
 
 def loo_std(groups, eps=1e-6):
-    def one(kept):
-        def advantage(r, i):
-            rest = kept[:i] + kept[i + 1 :]
-            divided = len(rest) > 1 and max(rest) > min(rest)
-            return (r - statistics.fmean(rest)) / (std(rest, 1) + eps if divided else 1.0)
-
-        return advantage
+    def one(kept, r, i):
+        rest = kept[:i] + kept[i + 1 :]
+        divided = len(rest) > 1 and max(rest) > min(rest)
+        return (r - statistics.fmean(rest)) / (std(rest, 1) + eps if divided else 1.0)
 
     return by_group(groups, one)
 
 
 def maxrl(groups):
-    def one(kept):
-        mean = statistics.fmean(kept)
-        return lambda r, _: (r - mean) / mean if mean > 0 else 0.0
-
-    return by_group(groups, one)
+    mean = statistics.fmean
+    return by_group(groups, lambda kept, r, _: (r - mean(kept)) / mean(kept) if mean(kept) > 0 else 0.0)
 
 
 def gpg(groups, count="rewards", f_norm=1.0):
@@ -88,12 +75,7 @@ def gpg(groups, count="rewards", f_norm=1.0):
 def opmd(groups, baseline="mean", tau=1.0):
     if baseline == "mean":
         return grpo(groups, "none")
-
-    def one(kept):
-        level = tau * math.log(statistics.fmean([math.exp(r / tau) for r in kept]))
-        return lambda r, _: r - level
-
-    return by_group(groups, one)
+    return by_group(groups, lambda kept, r, _: r - tau * math.log(statistics.fmean([math.exp(x / tau) for x in kept])))
 
 
 def asymre(groups, shift=-0.1):
@@ -156,34 +138,22 @@ def gdpo(components, weights):
     return [[next(flat) for _ in group] for group in components[0]]
 
 
-def pass_at_k(groups, scale="group", method="max_second", k=None):
-    if method == "analytic":
-        return pass_at_k_analytic(groups, k or 0)
-
-    def one(kept):
+def pass_at_k(groups, scale="group", method="max_second", k=0):
+    def lead(kept, _r, i):
         first, second = sorted(kept, reverse=True)[:2]
         divisor = std(kept, 1) + 1e-6 if scale == "group" else 1.0
-        return lambda _r, i: (first - second) / divisor if i == kept.index(first) else 0.0
+        return (first - second) / divisor if i == kept.index(first) else 0.0
 
-    return by_group(groups, one)
-
-
-def pass_at_k_analytic(groups, k):
-    """GRPO over all subsets of size k, each worth its best sample, averaged over those that hold a sample."""
-
-    def one(kept):
+    def average(kept, _r, i):
+        """Average GRPO over the subsets of size k that hold a sample; each subset is worth its best sample."""
         subsets = list(itertools.combinations(range(len(kept)), k))
-        best = [max(kept[i] for i in subset) for subset in subsets]
+        best = [max(kept[j] for j in subset) for subset in subsets]
         if len(set(best)) < 2:
-            return lambda _r, _i: 0.0
+            return 0.0
         mean, deviation = statistics.fmean(best), std(best, 0)
+        return statistics.fmean([(b - mean) / deviation for b, s in zip(best, subsets, strict=True) if i in s])
 
-        def advantage(_, i):
-            return statistics.fmean([(b - mean) / deviation for b, s in zip(best, subsets, strict=True) if i in s])
-
-        return advantage
-
-    return by_group(groups, one)
+    return by_group(groups, average if method == "analytic" else lead)
 
 
 def pkpo(groups, k, baseline="loo_minus_one"):
@@ -210,6 +180,7 @@ def returns(rewards, gamma, bootstrap=0.0):
 
 
 def gae(rewards, values, gamma, lam, bootstrap=0.0):
+    """Return advantages and lambda-returns."""
     advantages, a, after = [], 0.0, bootstrap
     for r, v in zip(reversed(rewards), reversed(values), strict=True):
         a = r + gamma * after - v + gamma * lam * a
@@ -217,15 +188,6 @@ def gae(rewards, values, gamma, lam, bootstrap=0.0):
         after = v
     advantages.reverse()
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
-
-
-def lambda_returns(rewards, values, gamma, lam, bootstrap):
-    result, g, after = [], bootstrap, bootstrap
-    for r, v in zip(reversed(rewards), reversed(values), strict=True):
-        g = r + gamma * ((1 - lam) * after + lam * g)
-        result.append(g)
-        after = v
-    return result[::-1]
 
 
 def n_step_returns(rewards, values, n, gamma, bootstrap):

@@ -1,8 +1,10 @@
-"""Laws of the group estimators that the oracle does not hold, and the state of the running ones."""
+"""Laws of estimators that the oracle does not hold, the state of the running ones, flat batches and token weights."""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from typing import Any
 
 import attrs
@@ -10,16 +12,13 @@ import numpy as np
 import pytest
 
 import rlkit.advantages as adv
-from rlkit.errors import ConfigError
+from rlkit import _rows
+from rlkit.errors import ConfigError, DataError, UnknownNameError
 from tests.advantages.test_oracle import batch
 from tests.each import for_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN, INF = float("nan"), float("inf")
-
-
-def flat(result: Any) -> np.ndarray:
-    return np.concatenate(result) if isinstance(result, list) else np.ravel(result)
 
 
 @for_each("seed", range(4))
@@ -43,24 +42,9 @@ def test_an_offset_changes_no_bit() -> None:
         np.testing.assert_array_equal(estimator(rewards + 2.0**52, **settings), estimator(rewards, **settings), name)
 
 
-def test_gpg_counts_scored_groups() -> None:
-    """A group without a scored reward is no group; an unscored reward is no reward."""
-    rewards = [[1.0, 0.0], [0.0, 0.0], [NAN, NAN]]
-    np.testing.assert_array_equal(adv.gpg(rewards, count="groups")[0], [1.0, -1.0])  # 2 groups, 1 with signal
-    np.testing.assert_array_equal(adv.gpg(rewards)[0], [2.0, -2.0])  # 4 rewards, 1 not zero
-    for count in ("rewards", "groups"):
-        np.testing.assert_array_equal(adv.gpg([[0.0, 0.0], [NAN, NAN]], count=count), np.zeros((2, 2)))
-
-
-def test_subsets_of_many_and_of_too_few() -> None:
-    """Binomials of thousands do not overflow; a group with fewer scored rewards than k has no subset and gets 0."""
-    rewards = np.zeros(4000)
-    rewards[:40] = 1.0
-    assert np.isfinite(adv.pass_at_k(rewards, method="analytic", k=1000)).all()
+def test_binomials_of_thousands_do_not_overflow() -> None:
+    assert np.isfinite(adv.pass_at_k([1.0] * 40 + [0.0] * 3960, method="analytic", k=1000)).all()
     assert np.isfinite(adv.pkpo(np.arange(3000.0), k=500)).all()
-    assert adv.pass_at_k([1.0, 0.0, NAN], method="analytic", k=3).tolist() == [0.0, 0.0, 0.0]
-    assert adv.pkpo([1.0, 0.0, NAN], k=3).tolist() == [0.0, 0.0, 0.0]
-    assert adv.pass_at_k([1.0, 1.0, 0.0]).tolist() == [0.0, 0.0, 0.0]  # nobody leads
 
 
 def test_rec_balance() -> None:
@@ -70,7 +54,7 @@ def test_rec_balance() -> None:
     assert sorted(draws[3][0].tolist()) == [-0.5, 0.0, 0.0, 0.0, 0.5]
     np.testing.assert_allclose(draws[3][1], [1 / 3, 1 / 3, -2 / 3])
     np.testing.assert_array_equal(draws[3][2], [0.0, 0.0])
-    np.testing.assert_array_equal(flat(draws[3]), flat(draws[-1]))
+    np.testing.assert_array_equal(*[np.concatenate(draws[i], axis=None) for i in (3, -1)])
     assert {tuple(np.flatnonzero(draw[0] < 0)) for draw in draws} == {(1,), (2,), (3,), (4,)}
     equal = adv.rec([0.0, 1.0, 0.5, 0.5, 0.5], drop="balance", rng=np.random.default_rng(0))
     assert equal.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0]  # a reward equal to the mean does not lie below it
@@ -86,7 +70,7 @@ def test_singleton(name: str) -> None:
     assert [row.tolist() for row in raw[:3]] == [[2.0], [0.0, 3.0], [0.0]]
     with pytest.raises(ValueError, match=r"^rewards\[0\]"):
         function(rewards, singleton="error", **settings)
-    assert np.isfinite(flat(function([[NAN, NAN], [1.0, 0.0]], singleton="error", **settings))).all()
+    assert np.isfinite(function([[NAN, NAN], [1.0, 0.0]], singleton="error", **settings)).all()
 
 
 @for_each("seed", range(20))
@@ -122,7 +106,6 @@ def test_gigpo() -> None:
 
 def test_step_wise_grpo() -> None:
     """Every step of a trajectory gets its advantage; several groups give a list of lists."""
-    assert adv.step_wise_grpo([1.0, 0.0], [100_000, 1])[0].tolist() == [adv.grpo([1.0, 0.0])[0]] * 100_000
     rewards, steps = [[1.0, 0.0], [0.0, 3.0, 0.5]], [[2, 1], [1, 3, 2]]
     for group, row, n in zip(adv.step_wise_grpo(rewards, steps), adv.grpo(rewards), steps, strict=True):
         assert [a.tolist() for a in group] == [[x] * k for x, k in zip(row, n, strict=True)]
@@ -153,7 +136,6 @@ def test_running_normalization(seed: int) -> None:
         if len(seen) > 1 and max(seen) > min(seen):
             expected = np.nan_to_num((np.array(part) - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-3))
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
-    assert adv.RunningNormalization(count=1, mean=2.0, lowest=2.0, highest=2.0).update([2.0]).tolist() == [0.0]
 
 
 @for_each("scale", [1e-3, 1.0, 1e6])
@@ -195,3 +177,91 @@ def test_running_means_may_be_off_by_rounding() -> None:
         assert adv.RunningNormalization(count=3, mean=near, lowest=lowest, highest=highest).mean == near
         with pytest.raises(ConfigError, match="^mean: is"):
             adv.RunningNormalization(count=3, mean=far, lowest=lowest, highest=highest)
+
+
+@for_each("name", ["grpo", "rloo", "loo_std", "maxrl"])
+@for_each("seed", range(5))
+def test_by_group_is_the_estimator_of_each_label(name: str, seed: int) -> None:
+    """Each label's rewards get what the estimator gives them as a group, wherever they are; labels may be anything."""
+    rng = np.random.default_rng(seed)
+    rewards = np.where(rng.random(20) < 0.1, NAN, rng.normal(size=20))
+    labels = [["a", 3, ("x", 1), 2.5, "3"][i] for i in rng.integers(5, size=20)]
+    result = adv.by_group(name, rewards, labels)
+    for label in set(labels):
+        places = [i for i, other in enumerate(labels) if other == label]
+        np.testing.assert_array_equal(result[places], adv.registry[name](rewards[places]))
+
+
+@for_each("dtype", ["int8", "int16", "uint8", "int64", "uint64"])
+@for_each("shift", [0, -100, 2**62, 2**63])
+@for_each(("factor", "order"), [(1, list), (1000, list), (1, sorted)])
+def test_integer_labels(dtype: str, shift: int, factor: int, order: Any) -> None:
+    """Arrays of integers are coded without a loop, and as other labels are: by order of appearance."""
+    numbers, info = np.random.default_rng(0).integers(0, 120, size=30).tolist(), np.iinfo(dtype)
+    labels = order([min(max(n * factor + shift, int(info.min)), int(info.max)) for n in numbers])
+    codes = _rows.read_labels("groups", np.array(labels, dtype), len(labels))
+    assert codes.tolist() == _rows.read_labels("groups", labels, len(labels)).tolist()
+
+
+def test_by_group_settings() -> None:
+    """Settings are passed on and lengths are regrouped; a group may be a sequence in time; arrays are labels, too."""
+    rewards, labels = [1.0, 5.0, 0.0, 3.0], np.array([7, 8, 7, 8])
+    assert adv.by_group("grpo", rewards, labels, scale="none").tolist() == [0.5, 1.0, -0.5, -1.0]
+    found = adv.by_group("opo", rewards, labels, lengths=[1, 2, 3, 4])
+    np.testing.assert_allclose(found, [0.75, 4 / 3, -0.25, -2 / 3])
+    rewards, labels = [0.0, 0.0, 1.0, 0.0, 2.0], [4, 9, 4, 4, 9]
+    assert adv.by_group("discounted_returns", rewards, labels, gamma=0.5).tolist() == [0.5, 1.0, 1.0, 0.0, 2.0]
+
+
+def test_by_group_takes_any_callable() -> None:
+    """An estimator is any function of a list of groups; what it returns is checked."""
+    for function, settings, expected in (
+        (lambda groups: [g - g.max() for g in groups], {}, [-4.0, 0.0, 0.0]),
+        (lambda groups, **kw: [g * kw["by"] for g in groups], {"by": 2.0}, [2.0, 4.0, 10.0]),
+        (lambda groups, by: [g * by for g in groups], {"by": 3.0}, [3.0, 6.0, 15.0]),
+        (functools.partial(adv.grpo, scale="none"), {}, [-2.0, 0.0, 2.0]),
+        (lambda *groups: groups[0], {}, [1.0, 2.0, 5.0]),
+        (list, {}, [1.0, 2.0, 5.0]),  # some versions of Python read no signature of it
+    ):
+        assert adv.by_group(function, [1.0, 2.0, 5.0], ["a", "b", "a"], **settings).tolist() == expected
+    with pytest.raises(DataError, match="expected 2 rows"):
+        adv.by_group(lambda groups: groups[:1], [1.0, 2.0, 5.0], ["a", "b", "a"])
+    with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
+        adv.by_group("grpoo", [1.0], ["a"])
+    with pytest.raises(ConfigError):
+        adv.by_group(3, [1.0], ["a"])  # type: ignore[arg-type]
+
+
+def test_per_group() -> None:
+    """A function of one group becomes an estimator, with its settings; what it returns is checked."""
+    centred = adv.per_group(lambda group, *, by=1.0: (group - group.mean()) * by)
+    found = centred([[1.0, 3.0], [2.0], [0.0, 1.0, 5.0]], by=2.0)
+    assert [row.tolist() for row in found] == [[-2.0, 2.0], [0.0], [-4.0, -2.0, 6.0]]
+    shares = adv.per_group(lambda group, *, lengths: group / lengths)
+    assert [row.tolist() for row in shares([[1.0], [2.0, 3.0]], lengths=[[2], [1, 6]])] == [[0.5], [2.0, 0.5]]
+    with pytest.raises(DataError, match=r"rewards\[1\]\): returned an array of shape \(1,\); expected \(2,\)"):
+        adv.per_group(lambda group: group[:1])([[1.0], [2.0, 3.0]])
+
+
+def test_token_weights_count_sequences_and_prompts_that_have_tokens() -> None:
+    for labels in ("abb", "abc"):
+        assert adv.token_weights([0, 2, 2], "prompt-mean", groups=list(labels)).tolist() == [0.0, 0.25, 0.25]
+    for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"):
+        assert adv.token_weights([0, 0], mode).tolist() == [0.0, 0.0]
+
+
+@for_each("name", ["grpo", "rloo", "loo_std", "maxrl", "pass_at_k", "discounted_returns", "rebn"])
+def test_nothing_loops_over_groups(name: str) -> None:
+    """A hundred times more groups of one size need no more calls: numpy computes them all at once."""
+
+    def count_calls(rows: int) -> int:
+        counts = []
+        sys.setprofile(lambda frame, event, arg: counts.append(frame) if event == "call" else None)
+        try:
+            adv.registry[name](np.arange(8.0 * rows).reshape(rows, 8))
+        finally:
+            sys.setprofile(None)
+        return len(counts)
+
+    count_calls(3)  # what is only done once
+    assert count_calls(4_000) <= count_calls(40) + 10

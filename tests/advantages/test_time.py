@@ -15,10 +15,6 @@ from tests.each import for_each
 NAN, INF = float("nan"), float("inf")
 
 
-def flat(result: Any) -> np.ndarray:
-    return np.concatenate(result) if isinstance(result, list) else np.ravel(result)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {  # every function over time that takes a mask; "v" stands for values
     "discounted_returns": {"gamma": 0.5, "bootstrap_value": 0.3}, "lambda_returns": {"values": "v", "gamma": 0.9},
     "gae": {"values": "v", "gamma": 0.9, "bootstrap_value": 0.3}, "potential_shaping": {"potentials": "v"},
@@ -58,41 +54,15 @@ def test_inserted_masked_tokens_change_nothing(name: str, junk: float) -> None:
             for rows, row in ((rewards, pair[0]), (values, pair[1]), (wide_rewards, wide[0]), (wide_values, wide[1])):
                 rows.append(row.tolist())
             masks.append(mask.astype(int).tolist())
-        keep = flat([np.array(mask, bool) for mask in masks])
+        keep = np.concatenate(masks) == 1
         after = call(name, wide_rewards, wide_values, masks)
         for x, y in zip(call(name, rewards, values), after, strict=True):
-            np.testing.assert_array_equal(flat(y)[keep], flat(x))
-            assert (flat(y)[~keep] == 0.0).all()
+            y = np.concatenate(y, axis=None)
+            np.testing.assert_array_equal(y[keep], np.concatenate(x, axis=None))
+            assert (y[~keep] == 0.0).all()
     for masked in (1, 0):  # of the second trajectory; the first has no token that counts
         for result in call(name, [[junk, junk], [1.0]], [[junk, 1.0], [2.0]], [[0, 0], [masked]]):
-            assert not any(flat(result)[: 2 if masked else 3])
-
-
-@for_each("gamma", [0.0, 0.5, 1.0])
-def test_trajectories_do_not_see_each_other(gamma: float) -> None:
-    """A trajectory gets the same bits alone and in a batch."""
-    rng = np.random.default_rng(0)
-    rewards, values = ([rng.normal(size=n).tolist() for n in (5, 1, 12, 3)] for _ in range(2))
-    ends = rng.normal(size=4).tolist()
-    together = adv.gae(rewards, values=values, gamma=gamma, bootstrap_value=ends)[0]
-    for row, r, v, end in zip(together, rewards, values, ends, strict=True):
-        np.testing.assert_array_equal(row, adv.gae(r, values=v, gamma=gamma, bootstrap_value=end)[0])
-
-
-def test_rebn_leaves_out_what_does_not_count() -> None:
-    """Masked and unscored returns are in neither mean nor deviation; a single return gets 0."""
-    expected = adv.rebn([1.0, 3.0])
-    np.testing.assert_array_equal(adv.rebn([1.0, NAN, 3.0])[[0, 2]], expected)
-    np.testing.assert_array_equal(adv.rebn([1.0, 99.0, 3.0], mask=[1, 0, 1]), [expected[0], 0.0, expected[1]])
-    np.testing.assert_array_equal(adv.rebn([5.0]), [0.0])
-    np.testing.assert_array_equal(adv.rebn([[1.0], [3.0]]), expected[:, None])
-
-
-def test_length_adaptive_lambda_is_a_lambda() -> None:
-    """Short trajectories get 0, none a negative one."""
-    lams = adv.length_adaptive_lambda(np.arange(1, 2000))
-    assert 0 == lams[0] == lams.min() <= lams.max() < 1
-    assert (np.diff(lams) >= 0).all()
+            assert not any(np.concatenate(result, axis=None)[: 2 if masked else 3])
 
 
 def test_far_policies() -> None:
