@@ -65,6 +65,16 @@ def test_inserted_masked_tokens_change_nothing(name: str, junk: float) -> None:
             assert not any(np.concatenate(result, axis=None)[: 2 if masked else 3])
 
 
+def test_trajectories_do_not_see_each_other() -> None:
+    """A trajectory gets the same bits alone and in a batch."""
+    rng = np.random.default_rng(0)
+    rewards, values = ([rng.normal(size=n).tolist() for n in (5, 1, 12, 3)] for _ in range(2))
+    ends = rng.normal(size=4).tolist()
+    together = adv.gae(rewards, values=values, gamma=0.5, bootstrap_value=ends)[0]
+    for row, r, v, end in zip(together, rewards, values, ends, strict=True):
+        np.testing.assert_array_equal(row, adv.gae(r, values=v, gamma=0.5, bootstrap_value=end)[0])
+
+
 def test_far_policies() -> None:
     """k3 stays finite and V-trace clips however far the policies are; empty sequences are allowed among tokens."""
     penalty = adv.kl_penalty(sampling_logprobs=[[-5000.0], []], reference_logprobs=[[0.0], []], estimator="k3")
