@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import attrs
 import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends import toy
 from rlkit.backends.toy import ToyBackend, ToySampler, Weights, log_softmax
 from rlkit.backends.trainer import CallQueue, ThreadExecutor
 from rlkit.futures import Future
@@ -54,6 +56,15 @@ class ScalesTheGradient(ToyBackend):
         out = yield from super()._run(data, loss, want, backward=backward)
         self._weights.gradient = before + 3.0 * (self._weights.gradient - before)
         return out
+
+
+class LearnsTheFirstTargetAlone(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        def pass_back(logprobs, ids, by_driver, right=toy.pass_back):
+            return right(logprobs, ids[:, :1], by_driver.reshape(ids.shape)[:, :1])
+
+        with mock.patch.object(toy, "pass_back", pass_back):
+            return (yield from super()._run(data, loss, want, backward=backward))
 
 
 class ForgetsTheTemperatureOfTheGradient(ToyBackend):
@@ -211,9 +222,14 @@ FAULTS = [
     (ShiftsByOne, "test_sampler_and_trainer_agree", {"temperature": 1.0}),
     (MeansInsteadOfSums, "test_losses_are_sums", {}),
     (MeansInsteadOfSums, "test_two_calls_equal_one", {}),
-    (ScalesTheGradient, "test_gradient_is_that_of_the_loss", {"temperature": 1.0}),
-    (ForgetsTheTemperatureOfTheGradient, "test_gradient_is_that_of_the_loss", {"temperature": 0.5}),
-    (CountsARepeatedContextOnce, "test_gradient_is_that_of_the_loss", {"temperature": 1.0}),
+    (ScalesTheGradient, "test_gradient_is_that_of_the_loss", {"loss": "cross_entropy", "temperature": 1.0}),
+    (
+        ForgetsTheTemperatureOfTheGradient,
+        "test_gradient_is_that_of_the_loss",
+        {"loss": "cross_entropy", "temperature": 0.5},
+    ),
+    (CountsARepeatedContextOnce, "test_gradient_is_that_of_the_loss", {"loss": "cross_entropy", "temperature": 1.0}),
+    (LearnsTheFirstTargetAlone, "test_gradient_is_that_of_the_loss", {"loss": "topk_forward_kl", "temperature": 1.0}),
     (OverwritesTheGradient, "test_two_calls_equal_one", {}),
     (OverwritesTheGradient, "test_failure_keeps_what_was_accumulated", {}),
     (KeepsAFailedGradient, "test_failure_keeps_what_was_accumulated", {}),

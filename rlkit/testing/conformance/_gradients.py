@@ -36,12 +36,16 @@ class GradientTests(Harness):
             assert lp.shape == datum.tokens.shape
             assert not lp[~datum.mask].any()
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.5])
-    def test_gradient_is_that_of_the_loss(self, fresh: Callable[..., TrainerBackend], temperature: float) -> None:
+    @pytest.mark.parametrize(
+        ("loss", "temperature"), [("cross_entropy", 1.0), ("cross_entropy", 0.5), ("topk_forward_kl", 1.0)]
+    )
+    def test_gradient_is_that_of_the_loss(
+        self, fresh: Callable[..., TrainerBackend], loss: str, temperature: float
+    ) -> None:
         """A step of size s along the gradient g changes the loss by s |g|^2, as central differences measure it.
 
         The other tests compare a backend with itself. This one finds a gradient that is scaled, lacks the temperature,
-        or counts a context that repeats once.
+        counts a context that repeats once, or is wrong for several targets of a token.
         """
         if temperature != 1.0 and not self.tempered:
             pytest.skip("it has no logprobs at other temperatures")
@@ -50,15 +54,19 @@ class GradientTests(Harness):
             policy = fresh()
             tokens = self.prompt(policy, "aaaa bbbb aaaa bbbb")
             datum = Datum(tokens, np.arange(tokens.size) > 0, {"weights": sign}, temperature=temperature)
-            policy.forward_backward([datum], "cross_entropy")
+            if loss == "topk_forward_kl":
+                targets = np.stack([tokens, np.roll(tokens, 1), np.full(tokens.size, -1)], axis=1)
+                teacher = np.tile(np.log(np.array([0.5, 0.25, 0.25], np.float32)), (tokens.size, 1))
+                datum = datum.with_inputs(target_tokens=targets, teacher_logprobs=teacher)
+            policy.forward_backward([datum], loss)
             norm = policy.optim_step(Adam(learning_rate=size * 1e8, beta1=0.0, beta2=0.0, eps=1e8)).result()
-            there = policy.forward([datum.with_inputs(weights=1.0)], "cross_entropy").result()
+            there = policy.forward([datum.with_inputs(weights=1.0)], loss).result()
             return there.metrics["loss:sum"], norm.get("grad_norm:mean")
 
-        loss, norm = step(1.0, 0.0)
+        value, norm = step(1.0, 0.0)
         if norm is None:
             pytest.skip("its steps report no grad_norm:mean")
-        size = 0.01 * loss / norm**2
+        size = 0.01 * value / norm**2
         assert (step(-1.0, size)[0] - step(1.0, size)[0]) / (2 * size) == pytest.approx(norm**2, rel=0.03)
 
     def test_two_calls_equal_one(self, fresh: Callable[..., TrainerBackend]) -> None:
