@@ -27,33 +27,35 @@ def test_on_policy_gradient(name):
         np.testing.assert_allclose(x, -a * w, rtol=1e-9, atol=1e-9)
 
 
-def gradient(name, log_ratios, advantages, options):
-    """Return the gradient of one datum whose log-ratios are exact."""
-    lp = np.full(len(log_ratios), -4.0)
-    inputs = {"sampling_logprobs": [lp - log_ratios], "advantages": [np.array(advantages)]}
-    return call(name, [lp], inputs, options)[1][0]
-
-
 ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
 NEAR = {"divergence_low": 0.0, "divergence_high": 0.0}
+UNCUT = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}  # two bounds that are not each other's inverse
+LOW, HIGH = torch.tensor([-0.5, 0.5], dtype=torch.float64).exp().tolist()
 INSIDE = [("sppo", ONE), ("cispo", {**ONE, "unified_mask": True}), ("dppo_tv", NEAR), ("dppo_kl", NEAR)]
 INSIDE += [("rec", {**ONE, "clip_mode": mode}) for mode in ("one-side", "two-side")] + [("opsm", {"delta": 0.0})]
+RING = [  # beyond the clip bounds a ring keeps tokens of one sign, from its own bound on
+    ({"ring_low_threshold": LOW}, -0.5, [1.0, 2.0, -1.0], [-1.0, -2.0, 0.0]),
+    ({"ring_low_threshold": LOW - 1e-6}, -0.5, [1.0, 2.0, -1.0], [0.0, 0.0, 0.0]),
+    ({"ring_high_threshold": HIGH}, 0.5, [-1.0, -2.0, 1.0], [1.0, 2.0, 0.0]),
+    ({"ring_high_threshold": HIGH + 1e-6}, 0.5, [-1.0, -2.0, 1.0], [0.0, 0.0, 0.0]),
+]
 
 
-@for_each(("name", "options"), INSIDE)
-def test_bounds_are_inside(name, options):
-    """A token that stands exactly on a bound is still trained."""
-    np.testing.assert_allclose(gradient(name, np.zeros(3), [1.0, -2.0, 0.0], options), [-1.0, 2.0, 0.0])
-
-
-@for_each(("distance", "sign", "bound", "beyond"), [(-0.5, 1.0, "ring_low", -1e-6), (0.5, -1.0, "ring_high", 1e-6)])
-def test_the_bounds_of_a_ring_are_inside(distance, sign, bound, beyond):
-    """Beyond the clip bounds a ring keeps tokens of one sign, from its own bound on."""
-    on = torch.tensor(distance, dtype=torch.float64).exp().item()
-    for threshold, kept in ((on, sign), (on + beyond, 0.0)):
-        options = {"clip_mode": "ring", f"{bound}_threshold": threshold}
-        found = gradient("rec", np.full(3, distance), [sign, 2 * sign, -sign], options)
-        np.testing.assert_allclose(found, [-kept, -2 * kept, 0.0])
+@for_each(
+    ("name", "options", "log_ratios", "advantages", "expected"),
+    [
+        *[(name, options, np.zeros(3), [1.0, -2.0, 0.0], [-1.0, 2.0, 0.0]) for name, options in INSIDE],
+        *[("rec", {"clip_mode": "ring", **bound}, np.full(3, log), a, expected) for bound, log, a, expected in RING],
+        ("sppo", UNCUT, np.log([0.55, 0.65, 1.35, 1.45]), np.ones(4), [0.0, -1.0, -1.0, 0.0]),
+        ("topr", {"threshold": 0.5}, np.log([0.5, 0.5]), [0.5, 0.75], [-0.25, -0.75]),
+        ("gmpo", UNCUT, np.log([1.96, 1.0]), [0.0, -1.0], [0.0, math.sqrt(1.4) / 2]),  # the first is clipped from above
+    ],
+)
+def test_bounds_are_inside(name, options, log_ratios, advantages, expected):
+    """A token that stands exactly on a bound is still trained; an advantage on a threshold counts as the other sign."""
+    lp = np.full(len(log_ratios), -4.0)
+    inputs = {"sampling_logprobs": [lp - log_ratios], "advantages": [np.array(advantages)]}
+    np.testing.assert_allclose(call(name, [lp], inputs, options)[1][0], expected)
 
 
 def test_the_bound_of_a_divergence_is_inside():
@@ -68,17 +70,6 @@ def test_the_bound_of_a_divergence_is_inside():
                 options = {"divergence_low": 9.0, "divergence_high": 9.0, key: float(bound)}
                 found = call("dppo_kl", [p[i : i + 1]], inputs, options)[1][0]
                 assert bool(found.any()) == kept, (i, key, bound)
-
-
-def test_bounds_of_sppo_topr_and_gmpo():
-    """Two bounds that are not each other's inverse; an advantage on the threshold, or 0, counts as the other sign."""
-    ratios, bounds = np.log([0.55, 0.65, 1.35, 1.45]), {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
-    np.testing.assert_array_equal(gradient("sppo", ratios, np.ones(4), bounds), [0.0, -1.0, -1.0, 0.0])
-    half = np.full(2, -np.log(2))
-    np.testing.assert_allclose(gradient("topr", half, [0.5, 0.75], {"threshold": 0.5}), [-0.25, -0.75])
-    inputs = {"sampling_logprobs": [np.full(2, -3.0)], "advantages": [np.array([0.0, -1.0])]}
-    options = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}  # ratios e^2, clipped from above, and 1
-    assert call("gmpo", [np.array([-1.0, -3.0])], inputs, options)[0] == pytest.approx(math.sqrt(2.0))
 
 
 def test_draw_of_clip_cov():
@@ -100,13 +91,7 @@ def test_draw_of_clip_cov():
 def test_candidates_of_clip_cov():
     """Only tokens with a covariance strictly between the bounds, and which PPO has not clipped, are left out."""
     lp, a = np.array([-2.0, -0.5, -0.5]), np.array([-1.0, 3.0, 1.0])  # covariances 2, 1, 0
-    cases = [
-        (2.0, 9.0, 0.0, []),
-        (1.0, 9.0, 0.0, [0]),
-        (0.5, 2.0, 0.0, [1]),
-        (-0.5, 1.0, 0.0, [2]),
-        (0.0, 2.0, 0.0, [1]),
-    ]
+    cases = [(2.0, 9.0, 0.0, []), (1.0, 9.0, 0.0, [0]), (-0.5, 1.0, 0.0, [2]), (0.0, 2.0, 0.0, [1])]
     cases += [(0.5, 9.0, 0.1, [0, 1]), (0.5, 9.0, 1.0, [0])]  # at last the second token's ratio is e, beyond the bound
     for low, high, moved, left in cases:
         inputs = {"sampling_logprobs": [lp - np.array([0.0, moved, 0.0])], "advantages": [a]}

@@ -69,14 +69,6 @@ def test_missing_inputs_are_named(title):
                 prepared.check(data)
 
 
-def test_settings_of_a_name_and_of_a_function():
-    """``config`` binds settings. An unknown one is an error that lists the known ones."""
-    for given in ("ppo", registry["ppo"]):
-        assert prepare(given, {"dual_clip": 2.0}).settings["dual_clip"] == 2.0
-        with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip"):
-            prepare(given, {"clip": 0.2})
-
-
 def test_weights_for_a_loss_that_has_none():
     """Weights that would have no effect are refused, also by a composed loss."""
     for function in (lambda logprobs: -logprobs.sum(), with_entropy(lambda logprobs: -logprobs.sum())):
@@ -128,49 +120,20 @@ def test_behaviour_must_have_probabilities():
 
 
 def test_metrics():
-    """A metric's name says how it combines; the default is a mean, which elementwise losses cannot give."""
+    """A metric's name says how it combines; the default is a mean."""
 
     def measured(logprobs):
         n = logprobs.numel()
         mean = logprobs.mean().exp()  # a number all the same, though it has a gradient
         return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": n, "d_max": n, "d:min": n, "e": mean}
 
-    @loss(elementwise=True)
-    def flagged(logprobs):
-        return logprobs.sum(), {"size": logprobs.numel()}
-
     data, leaves = make(3, 1, 0)
     found = prepare(measured).gradient(leaves, data)
     means = {"b:mean": 1.0, "c:mean": 4.0, "e:mean": 2.0}  # still summed over datums
     assert dict(found.metrics) == {"a:sum": 4.0, **means, "d_max:max": 3.0, "d:min": 1.0}
     assert [x.shape for x in found.driver] == [(3,), (1,), (0,)]
-    with pytest.raises(ConfigError, match="metric 'size:mean' of the elementwise loss 'flagged'.*':sum'"):
-        prepare(flagged).gradient(leaves, data)
     with pytest.raises(BackendError, match=r"returned the metric 'size' = nan; expected a finite number"):
         prepare(lambda logprobs: (logprobs.sum(), {"size": float("nan")})).gradient(leaves, data)
-    for metric in (torch.ones(2), "1", None):
-        with pytest.raises(ConfigError, match=r"returned the metric 'kl' = .*; expected one number"):
-            prepare(lambda logprobs, metric=metric: (logprobs.sum(), {"kl": metric})).gradient(leaves, data)
-
-
-@for_each(("level", "size"), [("datum", 8.0), ("pair", 2 * (3.0 + 5.0)), ("batch", 4 * 8.0)])
-def test_means_are_over_the_datums_of_the_calls(level, size):
-    """A mean counts once for each datum of its call; a datum without own tokens is none, in any micro-batches."""
-
-    @loss(level=level)
-    def measured(logprobs):
-        whole = logprobs if level == "datum" else torch.cat(tuple(logprobs))
-        return whole.sum(), {"size": whole.numel(), "one": 1.0}
-
-    data, leaves = make(1, 2, 2, 3)
-    assert dict(prepare(measured).gradient(leaves, data).metrics) == {"size:mean": size, "one:mean": 4.0}
-    with rlkit.connect("toy", seed=0) as policy:
-        if level != "pair":  # where each datum has a token
-            data[1:1] = make(0, 0)[0]
-            nothing = policy.forward(make(0)[0], measured).result().metrics
-            assert set(nothing) == {"loss:sum", "tokens:sum", "datums:sum"}
-        metrics = policy.forward_backward(data, measured).result().metrics
-        assert (metrics["one:mean"], metrics["size:mean"], metrics["datums:sum"]) == (1.0, size / 4, len(data))
 
 
 def test_pairs():
@@ -206,9 +169,8 @@ def test_not_finite():
         with pytest.raises(BackendError, match=rf"the loss '{name}' has a non-finite gradient at data\[[01]\]"):
             gradient(name, driver, inputs)
     data, leaves = make(2, 2)
-    for i, places in ((0, None), (1, None), (0, [5, 6]), (1, [5, 6])):  # the user's indices
-        entropy, place = [torch.ones(2), torch.ones(2)], (places or [0, 1])[i]
-        entropy[i][0] = 0.0
+    for i, places, place in ((0, [5, 6], 5), (1, None, 1)):  # the user's indices
+        entropy = [torch.tensor([1.0, float(k != i)]) for k in (0, 1)]
         with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
             prepare(rooted).gradient(leaves, data, entropy=entropy, places=places)
     with pytest.raises(ConfigError, match="names entropy, but none was given"):
@@ -227,6 +189,10 @@ def test_not_finite():
         (prepare, (lambda logprobs, *, beta: 0,), "config lacks 'beta'"),
         (prepare, (lambda logprobs, b=1: 0, {"b": 2}), r"no such setting; b is an input: put it after \*"),
         (prepare, (dict,), "the loss 'dict'"),
+        *[
+            (prepare, (given, {"clip": 0.2}), r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip")
+            for given in ("ppo", registry["ppo"])
+        ],
         (prepare, ("reinforce", {"beta": 1.0}), "There are: none"),
         (prepare, ("ppo", {"dual_clp": 1.0}), "did you mean 'dual_clip'"),
         (prepare, ("mix", {"mu": 0.2}), r"config\['mu'\]"),
@@ -259,18 +225,19 @@ def test_bad_losses_are_refused(build, arguments, message):
 
 
 @for_each(
-    ("level", "elementwise", "sizes", "kind"),
+    ("level", "elementwise", "sizes", "means", "kind"),
     [
-        ("datum", True, [[6]], torch.Tensor),
-        ("datum", False, [[2], [3], [1]], torch.Tensor),
-        ("pair", False, [[2, 3], [1, 2]], tuple),
-        ("batch", False, [[2, 3, 1]], list),
+        ("datum", True, [[6]], {}, torch.Tensor),
+        ("datum", False, [[2], [3], [1]], {"size:mean": 2 + 3 + 1, "one:mean": 3}, torch.Tensor),
+        ("pair", False, [[2, 3], [1, 2]], {"size:mean": 2 * 5 + 2 * 3, "one:mean": 4}, tuple),
+        ("batch", False, [[2, 3, 1]], {"size:mean": 3 * 6, "one:mean": 3}, list),
     ],
 )
-def test_calls_by_level(level, elementwise, sizes, kind):
+def test_calls_by_level(level, elementwise, sizes, means, kind):
     """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
 
-    A loss is tried out by one call, on one datum or one pair where it looks at no more.
+    A mean counts once for each datum of its call. A loss is tried out by one call, on one datum or one pair where it
+    looks at no more.
     """
     calls = []
 
@@ -279,7 +246,8 @@ def test_calls_by_level(level, elementwise, sizes, kind):
         parts = [logprobs] if level == "datum" else logprobs
         assert type(logprobs) is kind
         calls.append([len(part) for part in parts])
-        return parts[0].sum()  # the others have a gradient of 0
+        value = parts[0].sum()  # the others have a gradient of 0
+        return value if elementwise else (value, {"size": sum(calls[-1]), "one": 1.0})
 
     data, leaves = make(*([2, 3, 1, 2] if level == "pair" else [2, 0, 3, 1]))
     found = prepare(counted).gradient(leaves, data)
@@ -287,6 +255,10 @@ def test_calls_by_level(level, elementwise, sizes, kind):
     assert calls == [*sizes, [2] if level == "datum" else sizes[0]]
     used = {"pair": (0, 2), "batch": (0,)}.get(level, range(4))
     assert [g.tolist() for g in found.driver] == [[float(i in used)] * len(x) for i, x in enumerate(leaves)]
+    assert found.metrics == means
+    with rlkit.connect("toy", seed=0) as policy:
+        metrics = policy.forward_backward(data, counted).result().metrics
+    assert {name: metrics[name] for name in means} == {name: value / means["one:mean"] for name, value in means.items()}
 
 
 @for_each(
@@ -297,13 +269,16 @@ def test_calls_by_level(level, elementwise, sizes, kind):
         (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
         (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
         (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
+        (lambda logprobs: (logprobs.sum(), {"kl": torch.ones(2)}), "the metric 'kl' = .*; expected one number"),
+        (lambda logprobs: (logprobs.sum(), {"kl": "1"}), "the metric 'kl' = '1' .*; expected one number"),
+        (loss(elementwise=True)(lambda logprobs: (logprobs.sum(), {"n": 1})), "'n:mean' of the elementwise .*':sum'"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
         (lambda logprobs: np.exp(logprobs).sum(), "numpy, which passes no gradient; expected torch operations"),
         (lambda logprobs: torch.tensor(logprobs.numpy()).sum(), "numpy, which passes no gradient; expected torch"),
     ],
 )
 def test_bad_results_are_refused(function, message):
-    """A vector, a number, or a result that does not depend on the logprobs is an error when the loss is tried out."""
+    """What cannot be a loss's value or its metrics is an error when the loss is tried out."""
     with pytest.raises(ConfigError, match=message):
         prepare(function).try_out(make(2)[0])
 
