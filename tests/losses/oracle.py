@@ -60,6 +60,9 @@ reinforce = tokens(lambda lp, at, d, s: -d["advantages"] * lp)
 opmd = tokens(lambda lp, at, d, s: -d["advantages"] * lp / (1 + s["tau"]))
 importance_sampling = tokens(lambda lp, at, d, s: -ratio(lp, d) * d["advantages"])
 ppo = tokens(lambda lp, at, d, s: dual_clipped(ratio(lp, d), d["advantages"], s))
+topr = tokens(
+    lambda lp, at, d, s: -d["advantages"] * lp * (1 if d["advantages"] > s["threshold"] else min(ratio(at, d), 1))
+)
 dro = tokens(lambda lp, at, d, s: -d["advantages"] * lp + s["beta"] / 2 * (lp - d["sampling_logprobs"]) ** 2)
 cross_entropy = tokens(lambda lp, at, d, s: -lp)
 sft_is = tokens(lambda lp, at, d, s: -math.exp(at) * lp)
@@ -94,9 +97,6 @@ def opsm(x, at, d, s):
 def gspo(x, at, d, s):
     r = math.exp(mean(log_ratios(x, d)))
     return tokens(lambda lp, at, d, s: clipped(r, d["advantages"], s))(x, at, d, s)
-
-
-luspo = gspo
 
 
 def gspo_token(x, at, d, s):
@@ -140,11 +140,6 @@ def dppo_kl(lp, at, d, s):
     if (a > 0 and p > q and kl > s["divergence_high"]) or (a <= 0 and p < q and kl > s["divergence_low"]):
         return 0.0
     return -min(p / q, s["ratio_cap"]) * a * lp
-
-
-@tokens
-def topr(lp, at, d, s):
-    return -(1.0 if d["advantages"] > s["threshold"] else clip(ratio(at, d), 0, 1)) * d["advantages"] * lp
 
 
 @tokens
@@ -218,6 +213,7 @@ def topk(term):
 
 topk_forward_kl = topk(lambda p, q, s: q * math.log(q / p))
 topk_reverse_kl = topk(lambda p, q, s: p * math.log(p / q))
+luspo = gspo
 
 
 @topk

@@ -68,20 +68,18 @@ def test_state_goes_through_json(one):
     assert [one.update(x) for x in (0.02, 0.07)] == [other.update(x) for x in (0.02, 0.07)]
 
 
-@for_each(
-    ("make", "name"),
-    [
-        (lambda: kl.adaptive_coefficient(-1.0, 0.1, 1), "coef"),
-        (lambda: kl.adaptive_coefficient(1.0, 0.0, 1), "target"),
-        (lambda: kl.adaptive_coefficient(1.0, 0.1, 0), "horizon"),
-        (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(float("inf")), "kl"),
-        (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(0.1, -1), "n"),
-        *[(lambda k=k: AdaptiveEntropy(**{k: -1.0}), k) for k in ("target", "delta", "low")],
-        (lambda: AdaptiveEntropy(low=0.5, high=0.4, coef=0.5), "low"),
-        (lambda: AdaptiveEntropy(coef=2.0), "coef"),
-        (lambda: AdaptiveEntropy().update(float("nan")), "entropy"),
-    ],
-)
+BAD = [
+    (lambda: kl.adaptive_coefficient(-1.0, 0.1, 1), "coef"), (lambda: kl.adaptive_coefficient(1.0, 0.0, 1), "target"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 0), "horizon"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(float("inf")), "kl"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(0.1, -1), "n"),
+    *[(lambda k=k: AdaptiveEntropy(**{k: -1.0}), k) for k in ("target", "delta", "low")],
+    (lambda: AdaptiveEntropy(low=0.5, high=0.4, coef=0.5), "low"), (lambda: AdaptiveEntropy(coef=2.0), "coef"),
+    (lambda: AdaptiveEntropy().update(float("nan")), "entropy"),
+]  # fmt: skip
+
+
+@for_each(("make", "name"), BAD)
 def test_bad_numbers(make, name):
     with pytest.raises(ConfigError, match=rf"^(Adaptive\w+\.)?{name}\b"):
         make()
