@@ -8,19 +8,20 @@ import torch
 
 from rlkit.losses import kl, loss, prepare, traceable, with_kl
 from tests.each import for_each
-from tests.losses.calls import ALL, COMPOSED, VARIANTS, call, example, gradient
+from tests.losses.calls import ALL, NAMES, VARIANTS, call, example, gradient
 
 WHOLE = {  # what tokens have in common counts those of weight 0 as well
     "gspo", "gspo_token", "luspo", "gmpo", "vespo", "opsm", "clip_cov", "kl_cov", "kto", "dpo", "orpo", "cpo", "simpo",
 }  # fmt: skip
-LOSSES = [*VARIANTS, *[(title, {}) for title in COMPOSED], *[(f"ppo+{name}", {}) for name in kl.registry], ("own", {})]
-FUNCTIONS = {**ALL, **{f"ppo+{name}": with_kl("ppo", 0.3, name) for name in kl.registry}}
 
 
 @loss(elementwise=True)
 def own(logprobs, behaviour, advantages, weights=1.0):
     """A user's loss, with an input whose name rlkit does not know."""
     return -(weights * (logprobs - behaviour).exp() * advantages).sum()
+
+
+FUNCTIONS = {**ALL, **{f"ppo+{name}": with_kl("ppo", 0.3, name) for name in kl.registry}, "own": own}
 
 
 def append_weightless(driver, inputs, values):
@@ -33,17 +34,14 @@ def append_weightless(driver, inputs, values):
     return [np.append(x, np.full_like(x[:1], values[0]), 0) for x in driver], wide
 
 
-@for_each(("title", "config"), LOSSES)
+@for_each(("title", "config"), [*VARIANTS, *[(title, {}) for title in FUNCTIONS if title not in NAMES]])
 @for_each("values", [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4), (-200.0, -1.5)])
 def test_a_token_of_weight_0_reaches_nothing(title, config, values):
     """Value and gradient are finite; of an elementwise loss they are those without the token."""
-    driver, inputs = example(FUNCTIONS.get(title, "importance_sampling"), np.random.default_rng(int(-values[0])))
-    function, name = FUNCTIONS.get(title, own), title.split("+")[0]
-    if title == "own":
-        inputs["behaviour"] = inputs.pop("sampling_logprobs")
+    prepared, name = prepare(FUNCTIONS[title], config), title.split("+")[0]
+    driver, inputs = example(FUNCTIONS[title], np.random.default_rng(int(-values[0])))
     if name in ("gspo", "gspo_token", "luspo", "gmpo", "dpo", "kto", "cpo"):
         values = (values[0], values[0])  # else the ratio of the whole sequence overflows, for all its tokens
-    prepared = prepare(function, config)
     found = gradient(prepared, *append_weightless(driver, inputs, values))  # raises where it is not finite
     if name not in WHOLE:
         expected = gradient(prepared, driver, inputs)
