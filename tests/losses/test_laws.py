@@ -91,8 +91,7 @@ def test_candidates_of_clip_cov():
 
 def test_tokens_of_kl_cov():
     """max(1, floor(fraction N)) tokens, those with the largest covariance, are pulled; with fraction 0 none is."""
-    n = 10
-    lp, a = np.linspace(-3, -1, n), np.linspace(-1, 3, n) ** 3
+    lp, a = np.linspace(-3, -1, 10), np.linspace(-1, 3, 10) ** 3
     c = (a - a.mean()) * (lp - lp.mean())
     inputs = {"sampling_logprobs": [lp - 0.1], "advantages": [a]}
     plain = call("importance_sampling", [lp], inputs)[1][0]

@@ -29,11 +29,8 @@ def check(name, function, loss, settings, driver, inputs):
     }
     total, expected = 0.0, []
     for i in range(0, len(driver), n):
-        rows, d = (
-            [x.copy() for x in driver[i : i + n]],
-            {key: listed(values[i : i + n]) for key, values in spread.items()},
-        )
-        at = listed(rows)
+        rows = [x.copy() for x in driver[i : i + n]]
+        at, d = listed(rows), {key: listed(values[i : i + n]) for key, values in spread.items()}
         total += function(at, at, d, s)
         for row in rows:
             for place in np.ndindex(row.shape):
