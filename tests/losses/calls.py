@@ -13,6 +13,7 @@ from rlkit.losses import PreparedLoss, prepare, registry, with_entropy, with_kl
 PAIRS = ("dpo", "orpo", "cpo", "simpo")
 BATCHES = ("clip_cov", "kl_cov")
 NAMES = sorted(name for name in losses.__all__ if name in registry)
+SHAPES = {"datum": lambda part: part[0], "pair": tuple, "batch": list}  # what a loss of a level is called with
 SCALARS = ("expert", "mu", "desirable", "kl_coef", "entropy_coef")
 VARIANTS = [  # settings that take every branch of every loss; the empty ones are the defaults
     *[(name, {}) for name in NAMES],
@@ -68,22 +69,18 @@ def call(loss, driver, inputs, settings=None, dtype=torch.float64):
     """
     prepared = prepare(loss, settings)
     leaves = [leaf.requires_grad_() for leaf in tensors(driver, dtype)]
-    arguments = {name: tensors(values, dtype) for name, values in inputs.items()}
-    if "target_tokens" in arguments:
-        arguments["target_tokens"] = tensors(inputs["target_tokens"], torch.int64)
-    for entropy in arguments.get("entropy", []):
-        entropy.requires_grad_()
+    kinds = {"target_tokens": torch.int64}
+    arguments = {name: tensors(values, kinds.get(name, dtype)) for name, values in inputs.items()}
+    entropies = [entropy.requires_grad_() for entropy in arguments.get("entropy", [])]
     arguments[prepared.driver] = leaves
     size = {"datum": 1, "pair": 2, "batch": len(leaves)}[prepared.level]
-    shape = {"datum": lambda part: part[0], "pair": tuple, "batch": list}[prepared.level]
     total = torch.zeros((), dtype=dtype)
     for i in range(0, len(leaves), size):
-        part = {name: shape(values[i : i + size]) for name, values in arguments.items()}
+        part = {name: SHAPES[prepared.level](values[i : i + size]) for name, values in arguments.items()}
         result = prepared.function(**part, **prepared.settings)
         total = total + (result[0] if isinstance(result, tuple) else result)
-    sources = [*leaves, *arguments.get("entropy", [])]
-    gradients = torch.autograd.grad(total, sources, allow_unused=True)
-    found = [np.zeros(s.shape) if g is None else g.numpy() for s, g in zip(sources, gradients, strict=True)]
+    gradients = torch.autograd.grad(total, [*leaves, *entropies], allow_unused=True, materialize_grads=True)
+    found = [gradient.numpy() for gradient in gradients]
     return total.item(), found[: len(leaves)], found[len(leaves) :]
 
 
@@ -94,48 +91,40 @@ def needs(loss, settings=None, *, optional=("weights", "mu", "target_tokens")):
     return prepared.driver, (*prepared.inputs, *(name for name in prepared.optional if name in optional), *extra)
 
 
+def draw_targets(rng, n):
+    return np.log(rng.dirichlet(np.ones(5), n)[:, :4])
+
+
+MADE = {  # other inputs are logprobs near the driver's
+    **dict.fromkeys(("values", "returns", "old_values"), lambda rng, n: rng.normal(0, 1, n)),
+    **dict.fromkeys(("expert", "desirable"), lambda rng, n: float(rng.integers(2))),
+    **dict.fromkeys(("target_logprobs", "teacher_logprobs"), draw_targets),
+    "target_tokens": lambda rng, n: np.where(rng.random((n, 4)) < 0.3, -1, rng.integers(0, 9, (n, 4))),
+    "advantages": lambda rng, n: rng.normal(0.1, 1, n), "weights": lambda rng, n: rng.uniform(0.2, 2, n),
+    "entropy": lambda rng, n: rng.uniform(0.1, 2, n), "mu": lambda rng, n: 0.3,
+    "kl_coef": lambda rng, n: 0.4, "entropy_coef": lambda rng, n: 0.25,
+}  # fmt: skip
+
+
 def example(loss, rng, sizes=(5, 3, 1, 6), *, spread=0.3, **options):
     """Return a made-up driver and inputs for a loss, one array per datum."""
     driver_name, names = needs(loss, **options)
-    wide = driver_name == "target_logprobs"
     driver, inputs = [], {name: [] for name in names}
     for n in sizes:
         lp = np.minimum(-rng.exponential(1.2, n), -0.02)
-
-        def near(lp=lp, n=n):
-            return np.minimum(lp + rng.normal(0, spread, n), -0.01)
-
-        made = {
-            "advantages": lambda n=n: rng.normal(0.1, 1, n),
-            "weights": lambda n=n: rng.uniform(0.2, 2, n),
-            "returns": lambda n=n: rng.normal(0, 1, n),
-            "old_values": lambda n=n: rng.normal(0, 1, n),
-            "entropy": lambda n=n: rng.uniform(0.1, 2, n),
-            "expert": lambda: float(rng.integers(2)),
-            "desirable": lambda: float(rng.integers(2)),
-            "mu": lambda: 0.3,
-            "kl_coef": lambda: 0.4,
-            "entropy_coef": lambda: 0.25,
-            "teacher_logprobs": lambda n=n: np.log(rng.dirichlet(np.ones(5), n)[:, :4]),
-            "target_tokens": lambda n=n: np.where(rng.random((n, 4)) < 0.3, -1, rng.integers(0, 9, (n, 4))),
-        }
-        if wide:
-            driver.append(np.log(rng.dirichlet(np.ones(5), n)[:, :4]))
-        else:
-            driver.append(rng.normal(0, 1, n) if driver_name == "values" else lp)
+        driver.append(MADE[driver_name](rng, n) if driver_name in MADE else lp)
         for name in names:
-            inputs[name].append(made.get(name, near)())
+            made = MADE[name](rng, n) if name in MADE else np.minimum(lp + rng.normal(0, spread, n), -0.01)
+            inputs[name].append(made)
     return driver, inputs
 
 
-def datums(driver, inputs, *, prompt=2):
-    """Return datums with these inputs after a prompt, and the driver as float32 tensors."""
+def datums(driver, inputs):
+    """Return datums with these inputs after a prompt of two tokens, and the driver as float32 tensors."""
     data = []
     for i, x in enumerate(driver):
-        n = len(x)
-        mask = np.arange(prompt + n) >= prompt
         own = {name: values[i] for name, values in inputs.items() if name != "entropy"}
-        data.append(rlkit.Datum(np.arange(1, prompt + n + 1), mask, own))
+        data.append(rlkit.Datum(range(1, len(x) + 3), [0, 0] + [1] * len(x), own))
     return data, tensors(driver, torch.float32)
 
 

@@ -13,11 +13,6 @@ import math
 from tests.losses.calls import PAIRS
 
 
-def weight(d, t):
-    w = d.get("weights", 1.0)
-    return w if isinstance(w, float) else w[t]
-
-
 def mean(values):
     return math.fsum(values) / len(values)
 
@@ -34,15 +29,17 @@ def softplus(z):
     return max(z, 0.0) + math.log1p(math.exp(-abs(z)))
 
 
-def at_token(d, t):
-    return {name: value[t] if isinstance(value, list) else value for name, value in d.items()}
+def entry(d, i):
+    """Return the inputs of a datum's token, or of a batch's datum."""
+    return {"weights": 1.0} | {name: value[i] if isinstance(value, list) else value for name, value in d.items()}
 
 
 def tokens(term):
     """Return a loss over one datum from the loss of one token, whose inputs are numbers."""
 
     def total(x, at, d, s):
-        return math.fsum(weight(d, t) * term(x[t], at[t], at_token(d, t), s) for t in range(len(x)))
+        each = [entry(d, t) for t in range(len(x))]
+        return math.fsum(own["weights"] * term(x[t], at[t], own, s) for t, own in enumerate(each))
 
     return total
 
@@ -63,6 +60,9 @@ reinforce = tokens(lambda lp, at, d, s: -d["advantages"] * lp)
 opmd = tokens(lambda lp, at, d, s: -d["advantages"] * lp / (1 + s["tau"]))
 importance_sampling = tokens(lambda lp, at, d, s: -ratio(lp, d) * d["advantages"])
 ppo = tokens(lambda lp, at, d, s: dual_clipped(ratio(lp, d), d["advantages"], s))
+topr = tokens(
+    lambda lp, at, d, s: -d["advantages"] * lp * (1 if d["advantages"] > s["threshold"] else min(ratio(at, d), 1))
+)
 dro = tokens(lambda lp, at, d, s: -d["advantages"] * lp + s["beta"] / 2 * (lp - d["sampling_logprobs"]) ** 2)
 cross_entropy = tokens(lambda lp, at, d, s: -lp)
 sft_is = tokens(lambda lp, at, d, s: -math.exp(at) * lp)
@@ -90,16 +90,13 @@ def log_ratios(x, d):
 
 def opsm(x, at, d, s):
     near = -mean(log_ratios(at, d)) <= s["delta"]
-    kept = {**d, "weights": [weight(d, t) * (near or a >= 0) for t, a in enumerate(d["advantages"])]}
-    return ppo(x, at, kept, s)
+    weights = [entry(d, t)["weights"] * (near or a >= 0) for t, a in enumerate(d["advantages"])]
+    return ppo(x, at, {**d, "weights": weights}, s)
 
 
 def gspo(x, at, d, s):
     r = math.exp(mean(log_ratios(x, d)))
     return tokens(lambda lp, at, d, s: clipped(r, d["advantages"], s))(x, at, d, s)
-
-
-luspo = gspo
 
 
 def gspo_token(x, at, d, s):
@@ -146,11 +143,6 @@ def dppo_kl(lp, at, d, s):
 
 
 @tokens
-def topr(lp, at, d, s):
-    return -(1.0 if d["advantages"] > s["threshold"] else clip(ratio(at, d), 0, 1)) * d["advantages"] * lp
-
-
-@tokens
 def sppo(lp, at, d, s):
     inside = s["clip_low_threshold"] <= ratio(at, d) <= s["clip_high_threshold"]
     return -d["advantages"] * (lp - d["sampling_logprobs"]) if inside else 0.0
@@ -172,21 +164,19 @@ def rec(lp, at, d, s):
 
 
 def flat(x, at, d):
-    """Return (x, at, weight, ratio at x, ratio at ``at``, advantage, covariance) of every token of a batch."""
-    rows = []
-    for i, row in enumerate(x):
-        inputs = {name: values[i] for name, values in d.items()}
-        for t, lp in enumerate(row):
-            own = at_token(inputs, t)
-            rows.append((lp, at[i][t], weight(inputs, t), ratio(lp, own), ratio(at[i][t], own), own["advantages"]))
-    mean_a, mean_lp = mean([row[5] for row in rows]), mean([row[1] for row in rows])
-    return [(*row, (row[5] - mean_a) * (row[1] - mean_lp)) for row in rows]
+    """Return (weight, ratio at x, ratio at ``at``, advantage, covariance) of every token of a batch."""
+    each = [(lp, at[i][t], entry(entry(d, i), t)) for i, row in enumerate(x) for t, lp in enumerate(row)]
+    mean_a, mean_lp = mean([own["advantages"] for _, _, own in each]), mean([fixed for _, fixed, _ in each])
+    return [
+        (own["weights"], ratio(lp, own), ratio(fixed, own), a := own["advantages"], (a - mean_a) * (fixed - mean_lp))
+        for lp, fixed, own in each
+    ]
 
 
 def clip_cov(x, at, d, s):
     """Hold only where every candidate is left out (fraction 1), or there is none."""
     total = 0.0
-    for _, _, w, r, fixed, a, c in flat(x, at, d):
+    for w, r, fixed, a, c in flat(x, at, d):
         if s["cov_low"] < c < s["cov_high"] and clipped(fixed, a, s) == -fixed * a:
             assert s["fraction"] == 1.0
         else:
@@ -197,8 +187,7 @@ def clip_cov(x, at, d, s):
 def kl_cov(x, at, d, s):
     rows = flat(x, at, d)
     bound = sorted([row[-1] for row in rows], reverse=True)[max(1, math.floor(s["fraction"] * len(rows))) - 1]
-    pull = [s["coef"] * abs(math.log(r)) if c >= bound else 0.0 for _, _, _, r, _, _, c in rows]
-    return math.fsum(w * (-r * a + extra) for (_, _, w, r, _, a, _), extra in zip(rows, pull, strict=True))
+    return math.fsum(w * (-r * a + (s["coef"] * abs(math.log(r)) if c >= bound else 0.0)) for w, r, _, a, c in rows)
 
 
 @tokens
@@ -213,9 +202,10 @@ def topk(term):
     def total(x, at, d, s):
         result = 0.0
         for n, row in enumerate(x):
+            own = entry(d, n)
             for k, lp in enumerate(row):
-                if "target_tokens" not in d or d["target_tokens"][n][k] >= 0:
-                    result += weight(d, n) * term(math.exp(lp), math.exp(d["teacher_logprobs"][n][k]), s)
+                if "target_tokens" not in own or own["target_tokens"][k] >= 0:
+                    result += own["weights"] * term(math.exp(lp), math.exp(own["teacher_logprobs"][k]), s)
         return result
 
     return total
@@ -223,6 +213,7 @@ def topk(term):
 
 topk_forward_kl = topk(lambda p, q, s: q * math.log(q / p))
 topk_reverse_kl = topk(lambda p, q, s: p * math.log(p / q))
+luspo = gspo
 
 
 @topk
@@ -232,30 +223,27 @@ def topk_jsd(p, q, s):
 
 
 def pair_weight(d):
-    w = d.get("weights", [1.0])[0]
-    return w if isinstance(w, float) else mean(w)
+    return mean(d["weights"][0]) if "weights" in d else 1.0
 
 
 def dpo(x, at, d, s):
     chosen, rejected = ([lp - ref for lp, ref in zip(x[i], d["reference_logprobs"][i], strict=True)] for i in (0, 1))
     c, r, e = s["beta"] * sum(chosen), s["beta"] * sum(rejected), s["label_smoothing"]
-    return (
-        pair_weight(d)
-        * {
-            "sigmoid": (1 - e) * softplus(r - c) + e * softplus(c - r),
-            "robust": ((1 - e) * softplus(r - c) - e * softplus(c - r)) / (1 - 2 * e),
-            "hinge": max(0.0, 1 - c + r),
-            "ipo": (mean(chosen) - mean(rejected) - 1 / (2 * s["beta"])) ** 2,
-            "apo_zero": 1 - sigmoid(c) + sigmoid(r),
-            "apo_down": sigmoid(c) + 1 - sigmoid(c - r),
-        }[s["form"]]
-    )
+    value = {
+        "sigmoid": (1 - e) * softplus(r - c) + e * softplus(c - r),
+        "robust": ((1 - e) * softplus(r - c) - e * softplus(c - r)) / (1 - 2 * e),
+        "hinge": max(0.0, 1 - c + r),
+        "ipo": (mean(chosen) - mean(rejected) - 1 / (2 * s["beta"])) ** 2,
+        "apo_zero": 1 - sigmoid(c) + sigmoid(r),
+        "apo_down": sigmoid(c) + 1 - sigmoid(c - r),
+    }
+    return pair_weight(d) * value[s["form"]]
 
 
 def kto(x, at, d, s):
     z = s["beta"] * (math.fsum(lp - ref for lp, ref in zip(x, d["reference_logprobs"], strict=True)) - s["kl"])
     value = s["desirable_weight"] * sigmoid(-z) if d["desirable"] else s["undesirable_weight"] * sigmoid(z)
-    return pair_weight({"weights": [d.get("weights", 1.0)]}) * value
+    return mean(d.get("weights", [1.0])) * value
 
 
 def orpo(x, at, d, s):
@@ -306,13 +294,13 @@ def added(name, base_settings, kl, coef, entropy):
 
     def total(x, at, d, s):
         result = base(x, at, {k: v for k, v in d.items() if k not in terms}, base_settings)
-        many = isinstance(x[0], list)
-        for i in range(len(x) if many else 1):
-            one, row, fixed = ({k: v[i] for k, v in d.items()}, x[i], at[i]) if many else (d, x, at)
-            for t in range(len(row)):
-                w, own = pair_weight(d) if name in PAIRS else weight(one, t), at_token(one, t)
+        data = [(row, at[i], entry(d, i)) for i, row in enumerate(x)] if isinstance(x[0], list) else [(x, at, d)]
+        for row, fixed, one in data:
+            for t, lp in enumerate(row):
+                own = entry(one, t)
+                w = pair_weight(d) if name in PAIRS else own["weights"]
                 if kl:
-                    estimate = ESTIMATORS[kl](row[t], fixed[t], own["reference_logprobs"], own.get("sampling_logprobs"))
+                    estimate = ESTIMATORS[kl](lp, fixed[t], own["reference_logprobs"], own.get("sampling_logprobs"))
                     result += own.get("kl_coef", coef) * w * estimate
                 if "entropy" in own:
                     result -= own.get("entropy_coef", entropy) * w * own["entropy"]

@@ -1,59 +1,49 @@
-"""Laws that relate the losses to each other, and their behaviour on the bounds, worked by hand."""
+"""Losses exactly on their bounds, KL estimators and coefficients that follow a measurement, worked by hand."""
 
 from __future__ import annotations
 
+import json
 import math
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
+from rlkit import ConfigError, UnknownNameError
+from rlkit.losses import AdaptiveEntropy, kl, with_kl
 from tests.each import for_each
-from tests.losses.calls import NAMES, call, example, needs
-
-
-@for_each("name", [name for name in NAMES if {"sampling_logprobs", "advantages"} <= set(needs(name)[1])])
-def test_on_policy_gradient(name):
-    """Where policy and sampling policy are one, every policy loss has the gradient of importance sampling.
-
-    Each datum has one advantage and one weight, which sequence losses need for it.
-    """
-    lp, inputs = example("importance_sampling", np.random.default_rng(0), spread=0.0)
-    given = inputs | {key: [float(x[0]) for x in inputs[key]] for key in ("advantages", "weights")}
-    given |= {"old_logprobs": inputs["sampling_logprobs"], "expert": [0.0] * 4, "mu": [0.0] * 4}
-    options = {"fraction": 0.0} if name == "clip_cov" else {}
-    found = call(name, lp, {key: given[key] for key in needs(name)[1]}, options)[1]
-    for x, a, w in zip(found, given["advantages"], given["weights"], strict=True):
-        np.testing.assert_allclose(x, -a * w, rtol=1e-9, atol=1e-9)
-
-
-def gradient(name, log_ratios, advantages, options):
-    """Return the gradient of one datum whose log-ratios are exact."""
-    lp = np.full(len(log_ratios), -4.0)
-    inputs = {"sampling_logprobs": [lp - log_ratios], "advantages": [np.array(advantages)]}
-    return call(name, [lp], inputs, options)[1][0]
-
+from tests.losses.calls import call
 
 ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
 NEAR = {"divergence_low": 0.0, "divergence_high": 0.0}
+UNCUT = {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}  # two bounds that are not each other's inverse
+LOW, HIGH = torch.tensor([-0.5, 0.5], dtype=torch.float64).exp().tolist()
 INSIDE = [("sppo", ONE), ("cispo", {**ONE, "unified_mask": True}), ("dppo_tv", NEAR), ("dppo_kl", NEAR)]
 INSIDE += [("rec", {**ONE, "clip_mode": mode}) for mode in ("one-side", "two-side")] + [("opsm", {"delta": 0.0})]
+RING = [  # beyond the clip bounds a ring keeps tokens of one sign, from its own bound on
+    ({"ring_low_threshold": LOW}, -0.5, [1.0, 2.0, -1.0], [-1.0, -2.0, 0.0]),
+    ({"ring_low_threshold": LOW - 1e-6}, -0.5, [1.0, 2.0, -1.0], [0.0, 0.0, 0.0]),
+    ({"ring_high_threshold": HIGH}, 0.5, [-1.0, -2.0, 1.0], [1.0, 2.0, 0.0]),
+    ({"ring_high_threshold": HIGH + 1e-6}, 0.5, [-1.0, -2.0, 1.0], [0.0, 0.0, 0.0]),
+]
 
 
-@for_each(("name", "options"), INSIDE)
-def test_bounds_are_inside(name, options):
-    """A token that stands exactly on a bound is still trained."""
-    np.testing.assert_allclose(gradient(name, np.zeros(3), [1.0, -2.0, 0.0], options), [-1.0, 2.0, 0.0])
-
-
-@for_each(("distance", "sign", "bound", "beyond"), [(-0.5, 1.0, "ring_low", -1e-6), (0.5, -1.0, "ring_high", 1e-6)])
-def test_the_bounds_of_a_ring_are_inside(distance, sign, bound, beyond):
-    """Beyond the clip bounds a ring keeps tokens of one sign, from its own bound on."""
-    on = torch.tensor(distance, dtype=torch.float64).exp().item()
-    for threshold, kept in ((on, sign), (on + beyond, 0.0)):
-        options = {"clip_mode": "ring", f"{bound}_threshold": threshold}
-        found = gradient("rec", np.full(3, distance), [sign, 2 * sign, -sign], options)
-        np.testing.assert_allclose(found, [-kept, -2 * kept, 0.0])
+@for_each(
+    ("name", "options", "log_ratios", "advantages", "expected"),
+    [
+        *[(name, options, np.zeros(3), [1.0, -2.0, 0.0], [-1.0, 2.0, 0.0]) for name, options in INSIDE],
+        *[("rec", {"clip_mode": "ring", **bound}, np.full(3, log), a, expected) for bound, log, a, expected in RING],
+        ("sppo", UNCUT, np.log([0.55, 0.65, 1.35, 1.45]), np.ones(4), [0.0, -1.0, -1.0, 0.0]),
+        ("topr", {"threshold": 0.5}, np.log([0.5, 0.5]), [0.5, 0.75], [-0.25, -0.75]),
+        ("gmpo", UNCUT, np.log([1.96, 1.0]), [0.0, -1.0], [0.0, math.sqrt(1.4) / 2]),  # the first is clipped from above
+    ],
+)
+def test_bounds_are_inside(name, options, log_ratios, advantages, expected):
+    """A token that stands exactly on a bound is still trained; an advantage on a threshold counts as the other sign."""
+    lp = np.full(len(log_ratios), -4.0)
+    inputs = {"sampling_logprobs": [lp - log_ratios], "advantages": [np.array(advantages)]}
+    np.testing.assert_allclose(call(name, [lp], inputs, options)[1][0], expected)
 
 
 def test_the_bound_of_a_divergence_is_inside():
@@ -68,17 +58,6 @@ def test_the_bound_of_a_divergence_is_inside():
                 options = {"divergence_low": 9.0, "divergence_high": 9.0, key: float(bound)}
                 found = call("dppo_kl", [p[i : i + 1]], inputs, options)[1][0]
                 assert bool(found.any()) == kept, (i, key, bound)
-
-
-def test_bounds_of_sppo_topr_and_gmpo():
-    """Two bounds that are not each other's inverse; an advantage on the threshold, or 0, counts as the other sign."""
-    ratios, bounds = np.log([0.55, 0.65, 1.35, 1.45]), {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4}
-    np.testing.assert_array_equal(gradient("sppo", ratios, np.ones(4), bounds), [0.0, -1.0, -1.0, 0.0])
-    half = np.full(2, -np.log(2))
-    np.testing.assert_allclose(gradient("topr", half, [0.5, 0.75], {"threshold": 0.5}), [-0.25, -0.75])
-    inputs = {"sampling_logprobs": [np.full(2, -3.0)], "advantages": [np.array([0.0, -1.0])]}
-    options = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}  # ratios e^2, clipped from above, and 1
-    assert call("gmpo", [np.array([-1.0, -3.0])], inputs, options)[0] == pytest.approx(math.sqrt(2.0))
 
 
 def test_draw_of_clip_cov():
@@ -100,13 +79,7 @@ def test_draw_of_clip_cov():
 def test_candidates_of_clip_cov():
     """Only tokens with a covariance strictly between the bounds, and which PPO has not clipped, are left out."""
     lp, a = np.array([-2.0, -0.5, -0.5]), np.array([-1.0, 3.0, 1.0])  # covariances 2, 1, 0
-    cases = [
-        (2.0, 9.0, 0.0, []),
-        (1.0, 9.0, 0.0, [0]),
-        (0.5, 2.0, 0.0, [1]),
-        (-0.5, 1.0, 0.0, [2]),
-        (0.0, 2.0, 0.0, [1]),
-    ]
+    cases = [(2.0, 9.0, 0.0, []), (1.0, 9.0, 0.0, [0]), (-0.5, 1.0, 0.0, [2]), (0.0, 2.0, 0.0, [1])]
     cases += [(0.5, 9.0, 0.1, [0, 1]), (0.5, 9.0, 1.0, [0])]  # at last the second token's ratio is e, beyond the bound
     for low, high, moved, left in cases:
         inputs = {"sampling_logprobs": [lp - np.array([0.0, moved, 0.0])], "advantages": [a]}
@@ -118,8 +91,7 @@ def test_candidates_of_clip_cov():
 
 def test_tokens_of_kl_cov():
     """max(1, floor(fraction N)) tokens, those with the largest covariance, are pulled; with fraction 0 none is."""
-    n = 10
-    lp, a = np.linspace(-3, -1, n), np.linspace(-1, 3, n) ** 3
+    lp, a = np.linspace(-3, -1, 10), np.linspace(-1, 3, 10) ** 3
     c = (a - a.mean()) * (lp - lp.mean())
     inputs = {"sampling_logprobs": [lp - 0.1], "advantages": [a]}
     plain = call("importance_sampling", [lp], inputs)[1][0]
@@ -127,3 +99,75 @@ def test_tokens_of_kl_cov():
         pulled = call("kl_cov", [lp], inputs, {"fraction": fraction, "coef": 2.0})[1][0] - plain
         assert set(np.flatnonzero(np.abs(pulled) > 1e-9)) == set(np.argsort(-c)[:count])
         np.testing.assert_allclose(pulled[np.abs(pulled) > 1e-9], 2.0)
+
+
+T = torch.ones(1)
+
+
+def test_k3_keeps_its_digits():
+    """Close to the reference k3 is d^2 / 2 in float32 too, where e^-d - 1 + d would be rounded away."""
+    assert kl.k3(-T, -T - 2.0**-10).item() == pytest.approx(2.0**-21, rel=1e-2)
+
+
+def test_bounds_of_clamped():
+    """Both bounds are settings, above 0."""
+    assert kl.clamped(-3 * T, -T, value_bound=2.0).item() == 2.0
+    assert kl.clamped(-3 * T, -T, value_bound=0.5).item() == 0.5
+    assert kl.clamped(-3 * T, -T, log_ratio_bound=0.5).item() == pytest.approx(np.exp(0.5) - 1.5)
+    for name in ("log_ratio_bound", "value_bound"):
+        with pytest.raises(ConfigError, match=name):
+            kl.clamped(-3 * T, -T, **{name: 0.0})
+
+
+def test_estimators_of_users():
+    """An estimator may be a function; an unknown name is an error."""
+    half = with_kl("reinforce", 1.0, lambda logprobs, reference_logprobs: 0.5 * (logprobs - reference_logprobs))
+    assert half(-T, 0 * T, -3 * T).item() == 1.0
+    with pytest.raises(UnknownNameError, match="KL estimator named 'k4'"):
+        with_kl("ppo", 0.1, "k4")
+
+
+def test_adaptive_coefficient_by_hand():
+    """It changes by a fifth per horizon at most, and in proportion between; ``n`` is 1 by default."""
+    for n, value, expected in ((10, 2.2, 1.1), (5, 100.0, 1.1), (1000, 0.0, 0.8), (0, 100.0, 1.0)):
+        assert kl.adaptive_coefficient(1.0, target=2.0, horizon=10).update(value, n) == pytest.approx(expected)
+    assert kl.adaptive_coefficient(1.0, target=2.0, horizon=10).update(9.0) == pytest.approx(1.02)
+    assert kl.adaptive_coefficient(coef=0.0, target=0.5, horizon=0.5).update(1.0) == 0.0
+
+
+def test_adaptive_entropy_by_hand():
+    """Up by delta while entropy is at or below its target, down above it, where the bonus is off."""
+    bonus = AdaptiveEntropy(target=0.5, delta=0.25, high=0.6)
+    assert [bonus.update(e) for e in (0.5, 0.1, 0.1)] == [0.25, 0.5, 0.6]
+    assert bonus.update(0.6) == 0.0
+    assert bonus.coef == pytest.approx(0.35)
+    assert [bonus.update(0.6), bonus.update(0.6), bonus.coef] == [0.0, 0.0, 0.0]
+    assert AdaptiveEntropy(low=0.1, coef=0.1).update(9.0) == 0.0
+    assert AdaptiveEntropy(low=0.1, high=0.1, coef=0.1).update(0.0) == 0.1
+    assert attrs.asdict(AdaptiveEntropy()) == {"target": 0.2, "delta": 0.005, "coef": 0.0, "low": 0.0, "high": 1.0}
+
+
+@for_each("one", [kl.adaptive_coefficient(0.1, 0.05, 200), AdaptiveEntropy(0.05)])
+def test_state_goes_through_json(one):
+    """A copy made from the saved fields goes on exactly as the original does; numpy numbers do no harm."""
+    for x in np.random.default_rng(0).uniform(0, 0.1, 5).astype(np.float32):
+        one.update(x)
+    other = type(one)(**json.loads(json.dumps(attrs.asdict(one))))
+    assert [one.update(x) for x in (0.02, 0.07)] == [other.update(x) for x in (0.02, 0.07)]
+
+
+BAD = [
+    (lambda: kl.adaptive_coefficient(-1.0, 0.1, 1), "coef"), (lambda: kl.adaptive_coefficient(1.0, 0.0, 1), "target"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 0), "horizon"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(float("inf")), "kl"),
+    (lambda: kl.adaptive_coefficient(1.0, 0.1, 1).update(0.1, -1), "n"),
+    *[(lambda k=k: AdaptiveEntropy(**{k: -1.0}), k) for k in ("target", "delta", "low")],
+    (lambda: AdaptiveEntropy(low=0.5, high=0.4, coef=0.5), "low"), (lambda: AdaptiveEntropy(coef=2.0), "coef"),
+    (lambda: AdaptiveEntropy().update(float("nan")), "entropy"),
+]  # fmt: skip
+
+
+@for_each(("make", "name"), BAD)
+def test_bad_numbers(make, name):
+    with pytest.raises(ConfigError, match=rf"^(Adaptive\w+\.)?{name}\b"):
+        make()

@@ -10,8 +10,9 @@ import torch
 import rlkit
 from rlkit import BackendError, ConfigError, DataError, UnknownNameError
 from rlkit.losses import loss, prepare, registry, with_entropy, with_kl
+from rlkit.losses.prepare import marks
 from tests.each import for_each
-from tests.losses.calls import ALL, NAMES, PAIRS, call, close, datums, example, gradient
+from tests.losses.calls import ALL, NAMES, call, close, datums, example, gradient
 
 PREPARED = {title: prepare(function) for title, function in ALL.items()}
 
@@ -34,22 +35,14 @@ def without(inputs, *names):
 def test_a_backend_gets_the_loss_itself(title):
     """It is called per datum, or once on the tokens of all datums, which is the same for elementwise losses alone."""
     driver, inputs = draw(title)
-    sizes, prepared = [len(x) for x in driver], PREPARED[title]
-    flat = {
-        name: [np.concatenate([np.broadcast_to(v, (n, *np.shape(v)[1:])) for v, n in zip(values, sizes, strict=True)])]
-        for name, values in inputs.items()
-    }
-    if title == "kto":  # one number per sequence
-        flat |= {"desirable": [1.0], "weights": [1.0]}
     value, gradients, entropies = call(ALL[title], driver, inputs)
-    one, parts, _ = call(ALL[title], [np.concatenate(driver)], flat)
-    if prepared.elementwise:
-        assert one == pytest.approx(value)
-        np.testing.assert_allclose(parts[0], np.concatenate(gradients), rtol=1e-9, atol=1e-12)
-    else:
-        assert abs(one - value) > 1e-4
-    for flag in {prepared.elementwise, False}:
-        found = gradient(attrs.evolve(prepared, elementwise=flag), driver, inputs)
+    for flag in (True, False):
+        if flag and title == "kto":  # which takes one number per sequence
+            continue
+        found = gradient(attrs.evolve(PREPARED[title], elementwise=flag), driver, inputs)
+        if flag and not PREPARED[title].elementwise:
+            assert abs(found.value - value) > 1e-4
+            continue
         assert found.value == pytest.approx(value, rel=1e-5, abs=1e-5)
         for x, y in zip([*found.driver, *(found.entropy or [])], [*gradients, *entropies], strict=True):
             np.testing.assert_allclose(x.numpy(), y, rtol=1e-5, atol=1e-5)
@@ -62,35 +55,11 @@ def test_missing_inputs_are_named(title):
     driver, inputs = draw(title, sizes=(2, 3))
     whole = datums(driver, inputs)[0]
     for name in (*prepared.inputs, *(["target_tokens"] if prepared.driver == "target_logprobs" else [])):
-        lacking = datums(driver, without(inputs, name))[0]
+        lacking, there = datums(driver, without(inputs, name))[0], ", ".join(sorted(inputs.keys() - {name})) or "none"
         for i, data in ((0, lacking), (1, [whole[0], lacking[1]])):
-            with pytest.raises(DataError, match=rf"data\[{i}\].inputs lacks '{name}', which the loss '{title}'"):
+            message = rf"data\[{i}\].inputs lacks '{name}', which the loss '{title}' needs; it has: {there}$"
+            with pytest.raises(DataError, match=message):
                 prepared.check(data)
-        for given, there in (({}, "none"), ({"weights": [1.0, 1.0]}, "weights")):
-            with pytest.raises(DataError, match=f"it has: {there}$"):
-                prepared.check(datums(driver, given)[0])
-
-
-def test_settings_of_a_name_and_of_a_function():
-    """``config`` binds settings. An unknown one is an error that lists the known ones."""
-    for given in ("ppo", registry["ppo"]):
-        assert prepare(given, {"dual_clip": 2.0}).settings["dual_clip"] == 2.0
-        with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip"):
-            prepare(given, {"clip": 0.2})
-    for name, config, message in (
-        *[("reinforce", {"beta": 1.0}, "There are: none"), ("ppo", {"dual_clp": 1.0}, "did you mean 'dual_clip'")],
-        *[("mix", {"mu": 0.2}, r"config\['mu'\]"), ("ppo", 3, "^config: got 3"), ("cipso", {}, "did you mean 'cispo'")],
-    ):
-        with pytest.raises((ConfigError, UnknownNameError), match=message):
-            prepare(name, config)
-
-
-def test_expert_datums_carry_zeros_for_unused_inputs():
-    """For an expert's datum zeros stand in for sampling_logprobs, [n], and advantages, () or [n]."""
-    for zero in (0.0, np.zeros(3)):
-        inputs = {"expert": [1.0], "sampling_logprobs": [np.zeros(3)], "advantages": [zero]}
-        found = gradient("mix", [np.array([-1.0, -2.0, -4.0])], inputs)
-        assert (found.value, found.driver[0].tolist()) == (pytest.approx(0.7), pytest.approx([-0.1] * 3))
 
 
 def test_weights_for_a_loss_that_has_none():
@@ -110,27 +79,29 @@ def test_an_input_that_some_datums_lack():
         close(*(prepare(name).gradient(leaves, [data[0], x]) for x in (lacking, data[1].with_inputs(weights=1.0))))
     corrected = with_kl("cross_entropy", 0.1, "ratio_corrected")
     driver, inputs = draw(corrected, sizes=(2, 3), optional=("sampling_logprobs",))
-    (first, second), leaves = datums(driver, inputs)
-    one, two = datums(driver, without(inputs, "sampling_logprobs"))[0]
-    for data in ([first, two], [one, second]):
-        with pytest.raises(DataError, match="some datums lack the input 'sampling_logprobs' of the loss 'with_kl"):
-            prepare(corrected).gradient(leaves, data)
+    data, leaves = datums(driver, inputs)
+    lacking = datums(driver, without(inputs, "sampling_logprobs"))[0]
 
     @loss(level="pair")
     def lopsided(logprobs, scale=(2.0, 3.0)):  # a default for each of a pair
         return scale[0] * logprobs[0].sum() + scale[1] * logprobs[1].sum()
 
-    data, leaves = make(1, 1)
-    first, second = (datum.with_inputs(scale=7.0) for datum in data)
-    for some, expected in (([first, data[1]], [7.0, 3.0]), ([data[0], second], [2.0, 7.0])):
-        assert [g.item() for g in prepare(lopsided).gradient(leaves, some).driver] == expected
+    bare, ones = make(1, 1)
+    for i, expected in enumerate(([2.0, 7.0], [7.0, 3.0])):
+        some = [lacking[k] if k == i else data[k] for k in (0, 1)]
+        with pytest.raises(DataError, match="some datums lack the input 'sampling_logprobs' of the loss 'with_kl"):
+            prepare(corrected).gradient(leaves, some)
+        some = [bare[k] if k == i else bare[k].with_inputs(scale=7.0) for k in (0, 1)]
+        assert [g.item() for g in prepare(lopsided).gradient(ones, some).driver] == expected
 
 
 def test_behaviour_must_have_probabilities():
     """Losses that form a ratio, and only those, refuse greedy and truncated samples."""
     driver, inputs = draw("ppo", sizes=(2, 3, 1))
-    greedy, truncated = ({"temperature": 0.0}, "sampled greedily"), ({"truncated": True}, "with top_p, top_k")
-    for i, (changed, match) in enumerate((greedy, truncated, greedy)):
+    for i, changed, match in (
+        (2, {"temperature": 0.0}, "sampled greedily"),
+        (1, {"truncated": True}, "with top_p, top_k"),
+    ):
         data, _ = datums(driver, {**inputs, "reference_logprobs": driver})
         data[i] = attrs.evolve(data[i], **changed)
         for function in ("ppo", with_kl("reinforce", 0.1, "ratio_corrected")):
@@ -141,54 +112,24 @@ def test_behaviour_must_have_probabilities():
 
 
 def test_metrics():
-    """A metric's name says how it combines; the default is a mean, which elementwise losses cannot give."""
+    """A metric's name says how it combines; the default is a mean."""
 
     def measured(logprobs):
         n = logprobs.numel()
         mean = logprobs.mean().exp()  # a number all the same, though it has a gradient
         return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": n, "d_max": n, "d:min": n, "e": mean}
 
-    @loss(elementwise=True)
-    def flagged(logprobs):
-        return logprobs.sum(), {"size": logprobs.numel()}
-
     data, leaves = make(3, 1, 0)
     found = prepare(measured).gradient(leaves, data)
     means = {"b:mean": 1.0, "c:mean": 4.0, "e:mean": 2.0}  # still summed over datums
     assert dict(found.metrics) == {"a:sum": 4.0, **means, "d_max:max": 3.0, "d:min": 1.0}
     assert [x.shape for x in found.driver] == [(3,), (1,), (0,)]
-    with pytest.raises(ConfigError, match="metric 'size:mean' of the elementwise loss 'flagged'.*':sum'"):
-        prepare(flagged).gradient(leaves, data)
     with pytest.raises(BackendError, match=r"returned the metric 'size' = nan; expected a finite number"):
         prepare(lambda logprobs: (logprobs.sum(), {"size": float("nan")})).gradient(leaves, data)
-    for metric in (torch.ones(2), "1", None):
-        with pytest.raises(ConfigError, match=r"returned the metric 'kl' = .*; expected one number"):
-            prepare(lambda logprobs, metric=metric: (logprobs.sum(), {"kl": metric})).gradient(leaves, data)
-
-
-@for_each(("level", "size"), [("datum", 8.0), ("pair", 2 * (3.0 + 5.0)), ("batch", 4 * 8.0)])
-def test_means_are_over_the_datums_of_the_calls(level, size):
-    """A mean counts once for each datum of its call; a datum without own tokens is none, in any micro-batches."""
-
-    @loss(level=level)
-    def measured(logprobs):
-        whole = logprobs if level == "datum" else torch.cat(tuple(logprobs))
-        return whole.sum(), {"size": whole.numel(), "one": 1.0}
-
-    data, leaves = make(1, 2, 2, 3)
-    assert dict(prepare(measured).gradient(leaves, data).metrics) == {"size:mean": size, "one:mean": 4.0}
-    with rlkit.connect("toy", seed=0) as policy:
-        if level != "pair":  # where each datum has a token
-            data[1:1] = make(0, 0)[0]
-            nothing = policy.forward(make(0)[0], measured).result().metrics
-            assert set(nothing) == {"loss:sum", "tokens:sum", "datums:sum"}
-        metrics = policy.forward_backward(data, measured).result().metrics
-        assert (metrics["one:mean"], metrics["size:mean"], metrics["datums:sum"]) == (1.0, size / 4, len(data))
 
 
 def test_pairs():
     """An odd number of datums, a pair with a datum without tokens, and a pair of two prompts are refused."""
-    assert set(PAIRS) == {name for name in NAMES if PREPARED[name].level == "pair"}
     one = rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]})
     two = rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]})
     other = attrs.evolve(two, tokens=[1, 9, 5])
@@ -220,66 +161,62 @@ def test_not_finite():
         with pytest.raises(BackendError, match=rf"the loss '{name}' has a non-finite gradient at data\[[01]\]"):
             gradient(name, driver, inputs)
     data, leaves = make(2, 2)
-    for i, entropies in enumerate(([[0.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]])):
-        for places in (None, [5, 6]):  # the user's indices
-            place = i if places is None else places[i]
-            with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
-                prepare(rooted).gradient(leaves, data, entropy=[torch.tensor(e) for e in entropies], places=places)
+    for i, places, place in ((0, [5, 6], 5), (1, None, 1)):  # the user's indices
+        entropy = [torch.tensor([1.0, float(k != i)]) for k in (0, 1)]
+        with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
+            prepare(rooted).gradient(leaves, data, entropy=entropy, places=places)
     with pytest.raises(ConfigError, match="names entropy, but none was given"):
         prepare(rooted).gradient(leaves, data)
     with pytest.raises(BackendError, match="the loss '<lambda>' is inf"):
         prepare(lambda logprobs: logprobs.sum() + float("inf")).gradient(leaves, data)
 
 
+KNOWN = "clip_low_threshold, clip_high_threshold, dual_clip"
 UNNAMED = ("logprobs", "weights", "advantages", "reference_logprobs", "not a name")
+BAD = [
+    (prepare, (lambda advantages, logprobs: 0,), "the first parameter of the loss '<lambda>' must be"),
+    (prepare, (lambda logprobs, *others: 0,), r"has the variadic positional parameter '\*others'"),
+    (prepare, (lambda logprobs, **others: 0,), r"has the variadic keyword parameter '\*\*others'"),
+    (prepare, (lambda logprobs, /: 0,), "has the positional-only parameter 'logprobs'"),
+    (prepare, (lambda logprobs, *, beta: 0,), "config lacks 'beta'"), (prepare, (dict,), "the loss 'dict'"),
+    (prepare, (lambda logprobs, b=1: 0, {"b": 2}), r"no such setting; b is an input: put it after \*"),
+    *[(prepare, (ppo, {"clip": 0.2}), rf"config\['clip'\].*{KNOWN}") for ppo in ("ppo", registry["ppo"])],
+    (prepare, ("reinforce", {"beta": 1.0}), "There are: none"), (prepare, ("mix", {"mu": 0.2}), r"config\['mu'\]"),
+    (prepare, ("ppo", {"dual_clp": 1.0}), "did you mean 'dual_clip'"), (prepare, ("ppo", 3), "^config: got 3"),
+    (prepare, ("cipso",), "no loss named 'cipso'.*did you mean 'cispo'"), (with_kl, ("pppo",), "no loss named"),
+    (lambda level: loss(level=level), ("token",), r"^loss\(level\): got 'token'"),
+    (lambda flag: loss(elementwise=flag), (1,), r"^loss\(elementwise\): got 1"),
+    (lambda level: loss(level=level, elementwise=True), ("pair",), r"^loss\(elementwise=True\) needs level 'datum'"),
+    *[(with_kl, ("ppo", coef), "^kl_coef") for coef in (-0.1, float("nan"))],
+    *[(with_kl, ("ppo", name), f"^coef: .*'{name}'") for name in UNNAMED],
+    (with_kl, ("ppo", "clip_low_threshold"), "already has a parameter 'clip_low_threshold'"),
+    (with_kl, (with_kl("ppo"),), "already has a parameter 'kl_coef'"),
+    (with_kl, ("value_huber",), "driven by 'values'"), (with_kl, (lambda logprobs, *others: 0,), "one by one"),
+    *[(with_entropy, ("ppo", coef), "^entropy_coef") for coef in (float("inf"), None)],
+]  # fmt: skip
 
 
-@for_each(
-    ("build", "settings", "message"),
-    [
-        (prepare, {"loss": lambda advantages, logprobs: 0}, "the first parameter of the loss '<lambda>' must be"),
-        (prepare, {"loss": lambda logprobs, *others: 0}, r"has the variadic positional parameter '\*others'"),
-        (prepare, {"loss": lambda logprobs, **others: 0}, r"has the variadic keyword parameter '\*\*others'"),
-        (prepare, {"loss": lambda logprobs, /: 0}, "has the positional-only parameter 'logprobs'"),
-        (prepare, {"loss": lambda logprobs, *, beta: 0}, "config lacks 'beta'"),
-        (
-            prepare,
-            {"loss": lambda logprobs, b=1: 0, "config": {"b": 2}},
-            r"no such setting; b is an input: put it after \*",
-        ),
-        (prepare, {"loss": dict}, "the loss 'dict'"),
-        (loss, {"level": "token"}, r"^loss\(level\): got 'token'"),
-        (loss, {"elementwise": 1}, r"^loss\(elementwise\): got 1"),
-        (loss, {"level": "pair", "elementwise": True}, r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
-        *[(with_kl, {"loss": "ppo", "coef": coef}, "^kl_coef") for coef in (-0.1, float("nan"))],
-        *[(with_kl, {"loss": "ppo", "coef": name}, f"^coef: .*'{name}'") for name in UNNAMED],
-        (with_kl, {"loss": "ppo", "coef": "clip_low_threshold"}, "already has a parameter 'clip_low_threshold'"),
-        (with_kl, {"loss": with_kl("ppo")}, "already has a parameter 'kl_coef'"),
-        (with_kl, {"loss": "value_huber"}, "driven by 'values'"),
-        (with_kl, {"loss": lambda logprobs, *others: 0}, "one by one"),
-        *[(with_entropy, {"loss": "ppo", "coef": coef}, "^entropy_coef") for coef in (float("inf"), None)],
-        *[(build, {"loss": "pppo"}, "no loss named") for build in (prepare, with_kl)],
-    ],
-)
-def test_bad_losses_are_refused(build, settings, message):
-    """A signature, marks or a composition that cannot work is an error before anything runs."""
+@for_each(("build", "arguments", "message"), BAD)
+def test_bad_losses_are_refused(build, arguments, message):
+    """A signature, settings, marks or a composition that cannot work is an error before anything runs."""
     with pytest.raises((ConfigError, UnknownNameError), match=message):
-        build(**settings)
+        build(*arguments)
 
 
 @for_each(
-    ("level", "elementwise", "sizes", "tried", "kind"),
+    ("level", "elementwise", "sizes", "means", "kind"),
     [
-        ("datum", True, [[6]], [2], torch.Tensor),
-        ("datum", False, [[2], [3], [1]], [2], torch.Tensor),
-        ("pair", False, [[2, 3], [1, 2]], [2, 3], tuple),
-        ("batch", False, [[2, 3, 1]], [2, 3, 1], list),
+        ("datum", True, [[6]], {}, torch.Tensor),
+        ("datum", False, [[2], [3], [1]], {"size:mean": 2 + 3 + 1, "one:mean": 3}, torch.Tensor),
+        ("pair", False, [[2, 3], [1, 2]], {"size:mean": 2 * 5 + 2 * 3, "one:mean": 4}, tuple),
+        ("batch", False, [[2, 3, 1]], {"size:mean": 3 * 6, "one:mean": 3}, list),
     ],
 )
-def test_calls_by_level(level, elementwise, sizes, tried, kind):
+def test_calls_by_level(level, elementwise, sizes, means, kind):
     """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
 
-    A loss is tried out by one call, on one datum or one pair where it looks at no more.
+    A mean counts once for each datum of its call. A loss is tried out by one call, on one datum or one pair where it
+    looks at no more.
     """
     calls = []
 
@@ -288,15 +225,19 @@ def test_calls_by_level(level, elementwise, sizes, tried, kind):
         parts = [logprobs] if level == "datum" else logprobs
         assert type(logprobs) is kind
         calls.append([len(part) for part in parts])
-        return parts[0].sum()  # the others have a gradient of 0
+        value = parts[0].sum()  # the others have a gradient of 0
+        return value if elementwise else (value, {"size": sum(calls[-1]), "one": 1.0})
 
     data, leaves = make(*([2, 3, 1, 2] if level == "pair" else [2, 0, 3, 1]))
     found = prepare(counted).gradient(leaves, data)
-    assert calls == sizes
+    prepare(counted).try_out(data)
+    assert calls == [*sizes, [2] if level == "datum" else sizes[0]]
     used = {"pair": (0, 2), "batch": (0,)}.get(level, range(4))
     assert [g.tolist() for g in found.driver] == [[float(i in used)] * len(x) for i, x in enumerate(leaves)]
-    prepare(counted).try_out(data)
-    assert calls[len(sizes) :] == [tried]
+    assert found.metrics == means
+    with rlkit.connect("toy", seed=0) as policy:
+        metrics = policy.forward_backward(data, counted).result().metrics
+    assert {name: metrics[name] for name in means} == {name: value / means["one:mean"] for name, value in means.items()}
 
 
 @for_each(
@@ -307,13 +248,16 @@ def test_calls_by_level(level, elementwise, sizes, tried, kind):
         (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
         (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
         (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
+        (lambda logprobs: (logprobs.sum(), {"kl": torch.ones(2)}), "the metric 'kl' = .*; expected one number"),
+        (lambda logprobs: (logprobs.sum(), {"kl": "1"}), "the metric 'kl' = '1' .*; expected one number"),
+        (loss(elementwise=True)(lambda logprobs: (logprobs.sum(), {"n": 1})), "'n:mean' of the elementwise .*':sum'"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
         (lambda logprobs: np.exp(logprobs).sum(), "numpy, which passes no gradient; expected torch operations"),
         (lambda logprobs: torch.tensor(logprobs.numpy()).sum(), "numpy, which passes no gradient; expected torch"),
     ],
 )
 def test_bad_results_are_refused(function, message):
-    """A vector, a number, or a result that does not depend on the logprobs is an error when the loss is tried out."""
+    """What cannot be a loss's value or its metrics is an error when the loss is tried out."""
     with pytest.raises(ConfigError, match=message):
         prepare(function).try_out(make(2)[0])
 
@@ -341,9 +285,7 @@ def test_composed_losses_have_the_inputs_and_settings_of_both():
     assert (nested.name, nested.entropy) == ("with_entropy(with_kl(gspo))", True)
     assert {*nested.settings} == {"kl_coef", "entropy_coef", "clip_low_threshold", "clip_high_threshold"}
     for name in ("ppo", "gspo", "simpo", "kl_cov"):
-        prepared = prepare(with_kl(name))
-        assert (prepared.level, prepared.elementwise) == (PREPARED[name].level, PREPARED[name].elementwise)
-    assert with_kl("ppo").__doc__.startswith("-sum w min(r A")
+        assert marks(with_kl(name)) == marks(registry[name])
 
 
 def test_settings_of_a_term_are_checked_when_called():
@@ -368,12 +310,12 @@ def test_no_token_no_loss(name):
     """Entries with target -1 add exactly nothing, whatever they hold; datums may differ in their number of targets."""
     s, t = np.log(np.random.default_rng(0).dirichlet(np.ones(6), (2, 3)))
     targets = np.arange(18).reshape(3, 6)
-    wide, narrow = ({"teacher_logprobs": [t[:, :k]], "target_tokens": [targets[:, :k]]} for k in (6, 2))
-    both = gradient(name, [s, s[:, :2]], {key: wide[key] + narrow[key] for key in wide})
-    parts = gradient(name, [s], wide), gradient(name, [s[:, :2]], narrow)
+    wide, narrow = ({"teacher_logprobs": [t[:, :k]], "target_tokens": [targets[:, :k]]} for k in (6, 1))
+    both = gradient(name, [s, s[:, :1]], {key: wide[key] + narrow[key] for key in wide})
+    parts = gradient(name, [s], wide), gradient(name, [s[:, :1]], narrow)
     close(both, attrs.evolve(parts[0], value=sum(p.value for p in parts), driver=[p.driver[0] for p in parts]))
-    targets[:, 4:] = -1
     short = call(name, [s[:, :4]], {"teacher_logprobs": [t[:, :4]], "target_tokens": [targets[:, :4]]})
+    targets[:, 4:] = -1
     for junk in (0.0, -50.0, np.nan, -np.inf):
         s[:, 4:], t[:, 4:] = junk, junk if np.isnan(junk) else -1.0
         value, (gradients,), _ = call(name, [s], {"teacher_logprobs": [t], "target_tokens": [targets]})

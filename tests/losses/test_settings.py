@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import numpy as np
 import pytest
 
 from rlkit import ConfigError
-from rlkit.losses import prepare, registry, with_entropy, with_kl
+from rlkit.losses import prepare, with_entropy, with_kl
 from tests.each import for_each
 from tests.losses.calls import BATCHES, NAMES, PAIRS, call, example
 
@@ -81,17 +80,12 @@ LEVELS |= dict.fromkeys(("gspo", "gspo_token", "luspo", "gmpo", "vespo", "opsm",
 
 @for_each("name", NAMES)
 def test_defaults(name):
-    """The settings of a loss, their order and their defaults, its level, and what its docstring has."""
+    """The settings of a loss, their order and their defaults, and its level."""
     assert name in SETTINGS, f"write down the settings of {name} in SETTINGS, above"
     prepared = prepare(name)
     assert list(prepared.settings.items()) == [(key, default) for key, (default, _) in SETTINGS[name].items()]
     assert (prepared.level, prepared.elementwise) == LEVELS.get(name, ("datum", True))
     assert prepared.optional["weights"] == 1.0
-    text = inspect.getdoc(registry[name])
-    assert "=" in text or "-sum" in text
-    assert ">>> " in text
-    assert "Raises:" in text or not SETTINGS[name] or name == "dro"
-    assert all(x in text.partition("Args:")[2] for x in {*inspect.signature(registry[name]).parameters} - {"weights"})
 
 
 def test_defaults_of_the_rest():
@@ -100,7 +94,7 @@ def test_defaults_of_the_rest():
     assert prepare("mix").optional["mu"] == 0.1
     clamped = prepare(with_kl("reinforce", estimator="clamped")).settings
     assert clamped == {"kl_coef": 0.01, "log_ratio_bound": 20.0, "value_bound": 10.0}
-    assert inspect.signature(with_kl).parameters["estimator"].default == "k3"
+    assert with_kl.__defaults__ == (0.01, "k3")
     assert prepare(with_entropy("reinforce")).settings == {"entropy_coef": 0.01}
 
 

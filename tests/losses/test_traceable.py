@@ -105,20 +105,18 @@ def test_order_of_the_inputs():
 
 def test_what_cannot_be_traced():
     """Losses over several datums, inputs that do not fit, and more than ten of them are refused by name."""
-    for name in ("dpo", "kl_cov"):
-        with pytest.raises(UnsupportedError, match="level '(pair|batch)'"):
-            traceable(prepare(name))
-    with pytest.raises(ConfigError, match="inputs lacks 'advantages'"):
-        traceable(prepare("ppo"), inputs=["sampling_logprobs"])
-    for unprepared in ("ppo", losses.ppo, None):
-        with pytest.raises(ConfigError, match=r"^prepared: got .*; expected a PreparedLoss"):
-            traceable(unprepared)
-    with pytest.raises(ConfigError, match="'mu' is not an input of the loss"):
-        traceable(prepare("ppo"), scalars=["mu"])
     ten = prepare(
         lambda logprobs, a, b, c, d, e, f, g, h, i, j: (a + b + c + d + e + f + g + h + i + logprobs * j).sum()
     )
     given = torch.ones(2), torch.ones(2), *(torch.full((2,), float(i)) for i in range(10))
     assert torch.fx.symbolic_trace(traceable(ten))(*given)[0].item() == 2 * 45
-    with pytest.raises(UnsupportedError, match="11 inputs; at most 10"):
-        traceable(prepare(lambda logprobs, a, b, c, d, e, f, g, h, i, j, k: logprobs.sum()))
+    eleven = prepare(lambda logprobs, a, b, c, d, e, f, g, h, i, j, k: logprobs.sum())
+    for prepared, options, error, message in (
+        *[(prepare(name), {}, UnsupportedError, "level '(pair|batch)'") for name in ("dpo", "kl_cov")],
+        *[(loss, {}, ConfigError, "^prepared: got .*; expected a PreparedLoss") for loss in ("ppo", losses.ppo, None)],
+        (prepare("ppo"), {"inputs": ["sampling_logprobs"]}, ConfigError, "inputs lacks 'advantages'"),
+        (prepare("ppo"), {"scalars": ["mu"]}, ConfigError, "'mu' is not an input of the loss"),
+        (eleven, {}, UnsupportedError, "11 inputs; at most 10"),
+    ):
+        with pytest.raises(error, match=message):
+            traceable(prepared, **options)
