@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import types
-
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,11 +9,10 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit import BackendError, Sample
-from rlkit.backends.protocol import LiveSampler, LiveSampling
-from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights, draw
+from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights
 from rlkit.backends.trainer import assemble_output
 from rlkit.testing import BackendConformance
-from tests.backends.live import PROMPT, step
+from tests.backends.live import PROMPT
 from tests.each import for_each
 from tests.properties import examples
 
@@ -67,66 +62,6 @@ def test_features_are_the_last_three_tokens_and_a_fading_memory():
     alone, _ = features.read(features.start(1), np.array([2]))
     together, _ = features.read(features.start(3), np.array([1, 2, 0]))
     np.testing.assert_array_equal(together[1], alone[0])
-
-
-@for_each("temperature", [1.0, 0.5])
-@for_each("name", ["logprobs", "target_logprobs"])
-def test_gradients_by_differences(name, temperature):
-    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and the outputs."""
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    tokens, mask = np.array([1, 0, 2, 0]), np.array([False, True, True, True])
-    targets = np.array([[-1, -1], [0, 2], [1, -1], [2, 0]])
-    datum = rlkit.Datum(tokens, mask, {"target_tokens": targets}, temperature=temperature)
-    features, weights = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
-    ids = tokens[mask][:, None] if name == "logprobs" else targets[mask]
-    by_model = rng.normal(size=ids.shape)
-    by_entropy = rng.normal(size=3)
-
-    def total(w, entropy):
-        logits = features @ w / temperature
-        lp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        chosen = (by_model * lp[np.arange(3)[:, None], ids])[ids >= 0].sum()
-        return chosen - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
-
-    seen = []
-
-    def gradient(driver, data, *, entropy):
-        seen.append(driver[0].numpy())
-        shape = (3,) if name == "logprobs" else (3, 2)
-        driven, spread = torch.tensor(by_model.reshape(shape)), torch.tensor(by_entropy)
-        return types.SimpleNamespace(driver=[driven], entropy=[spread] if entropy else None, value=0.0, metrics={})
-
-    policy = ToyBackend()
-    policy._features = types.SimpleNamespace(before=lambda _: features)
-    for entropy in (False, True):
-        policy._weights = Weights(weights)
-        loss = types.SimpleNamespace(driver=name, entropy=entropy, gradient=gradient)
-        (out,) = finished(policy._run([datum], loss, ("entropy", "sum_p2", "sum_p2_logp"), backward=True))
-        expected = np.zeros_like(weights)
-        for i in np.ndindex(*weights.shape):
-            step = np.zeros_like(weights)
-            step[i] = 1e-6
-            expected[i] = (total(weights + step, entropy) - total(weights - step, entropy)) / 2e-6
-        np.testing.assert_allclose(policy._weights.gradient, expected, atol=1e-7)
-    policy.close()
-    logits = features @ weights / temperature
-    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    for key, of in (("entropy", -p * np.log(p)), ("sum_p2", p**2), ("sum_p2_logp", p**2 * np.log(p))):
-        np.testing.assert_allclose(out.outputs[key][0][mask], of.sum(-1), rtol=1e-6)
-    assert seen[0].dtype == np.float32
-    if name == "target_logprobs":
-        assert seen[0][1, 1] == 0.0
-        np.testing.assert_allclose(seen[0][0], np.log(p[0])[[0, 2]], rtol=1e-6)
-
-
-def finished(job):
-    """Run a generator to its end, and yield its result."""
-    while True:
-        try:
-            next(job)
-        except StopIteration as end:
-            return [end.value]
 
 
 class ForgetsATokenOfEach(ToyBackend):
@@ -180,46 +115,6 @@ def test_texts_come_back(text):
     assert tokenizer.decode(control) == without
 
 
-def test_long_texts_take_time_in_proportion():
-    """A tenth of a second for 100,000 messages; in proportion to its square it was minutes."""
-    text = "<|im_start|>user\nhi<|im_end|>\n" * 100_000
-    began = time.process_time()
-    ids = ByteTokenizer().encode(text, special=True)
-    assert time.process_time() - began < 30
-    assert ids.tolist() == [256, *b"user\nhi", 257, *b"\n"] * 100_000
-
-
-@examples(100)
-@given(
-    seed=st.integers(0, 2**31),
-    temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    top_k=st.sampled_from([-1, 1, 3, 50]),
-    top_p=st.sampled_from([1.0, 0.9, 0.3]),
-)
-def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
-    """The same tokens and logprobs as the draw in torch, ties included.
-
-    Logits and what is done to them are exact in float32, so that no rounding parts a tie there which is one in float64.
-    """
-    torch = pytest.importorskip("torch")
-    drawing = pytest.importorskip("rlkit.backends._drawing")
-    rng = np.random.default_rng(seed)
-    logits = np.round(8 * rng.normal(size=(6, 30))) / 8
-    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    uniforms = rng.random(6)
-    tokens, logprobs = draw(logits, params, uniforms)
-    theirs = drawing.draw(torch.from_numpy(logits.astype(np.float32)), [params] * 6, uniforms)
-    moved = [
-        draw(logits, attrs.evolve(params, top_p=top_p + by if top_p < 1 else 1.0), (uniforms + on).clip(0, 1))
-        for by in (-1e-6, 1e-6)
-        for on in (-1e-6, 1e-6)
-    ]
-    kept = np.all([np.abs(other[1] - logprobs) < 1e-4 for other in moved] + [tokens == other[0] for other in moved], 0)
-    np.testing.assert_array_equal(tokens[kept], theirs[0][kept])  # the others are where float32 rounds on a border
-    np.testing.assert_allclose(logprobs[kept], theirs[1][kept], atol=1e-5)
-    assert kept.any()
-
-
 def test_a_saved_sampler_is_of_what_was_saved(tmp_path):
     """Not of the base, and not of what was trained afterwards."""
     prompt = np.frombuffer(b"Call ", np.uint8).astype(int)
@@ -254,48 +149,7 @@ def test_bytes_that_are_no_text():
     assert tokenizer.decode([255, 256, 258], skip_special=False) == "\ufffd<|im_start|><|endoftext|>"
 
 
-def test_the_most_probable_tokens_of_a_short_list_and_of_a_whole_one():
-    with ToyBackend(seed=0) as policy, policy.base_sampler().result() as sampler:
-        tokens, size = policy.tokenizer.encode("Call 7"), policy.tokenizer.vocab_size
-        for k in (1, size):
-            ids, logprobs = sampler.top_logprobs(tokens, k).result()
-            assert ids.shape == logprobs.shape == (tokens.size, k)
-            assert (np.diff(logprobs[1:], axis=1) <= 0).all()
-        np.testing.assert_allclose(np.exp(logprobs[1:]).sum(1), 1.0, rtol=1e-5)
-        for k in (0, size + 1):
-            with pytest.raises(rlkit.ConfigError, match=r"^top_logprobs\(k\)"):
-                sampler.top_logprobs(tokens, k)
-
-
 LONG = rlkit.SamplingParams(max_tokens=30, stop=())
-
-
-def test_a_live_sampler_is_the_policy_of_its_last_update():
-    """A snapshot, to the bit, until something is trained; updates stand in the order of calls."""
-    with rlkit.connect("toy", seed=0) as policy:
-        live, frozen = policy.live_sampler().result(), policy.sampler().result()
-        assert isinstance(policy, LiveSampling)
-        assert (isinstance(live, LiveSampler), isinstance(frozen, LiveSampler), live.switches) == (True, False, "token")
-        assert live.update().result() == 0
-        for a, b in zip(*(s.sample(PROMPT, LONG, n=3, seed=1).result() for s in (live, frozen)), strict=True):
-            assert (a.tokens.tolist(), a.logprobs.tobytes(), a.versions) == (
-                b.tokens.tolist(),
-                b.logprobs.tobytes(),
-                None,
-            )
-        before = frozen.logprobs(PROMPT).result()
-        step(policy)
-        assert live.update().result() == 1 == live.version
-        (sample,) = live.sample(PROMPT, LONG, seed=0).result()
-        assert (sample.version, sample.versions) == (1, None)
-        newer = policy.sampler().result()
-        np.testing.assert_array_equal(live.logprobs(PROMPT).result(), newer.logprobs(PROMPT).result())
-        np.testing.assert_array_equal(frozen.logprobs(PROMPT).result(), before)
-        step(policy)
-        first = live.update()
-        step(policy)
-        second = live.update()
-        assert (second.result(), first.result()) == (3, 2)
 
 
 def test_a_live_sampler_refuses():
