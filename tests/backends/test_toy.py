@@ -73,7 +73,7 @@ def test_features_are_the_last_three_tokens_and_a_fading_memory():
 @for_each("temperature", [1.0, 0.5])
 @for_each("name", ["logprobs", "target_logprobs"])
 def test_gradients_by_differences(name, temperature):
-    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and what drives the loss."""
+    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and the outputs."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     tokens, mask = np.array([1, 0, 2, 0]), np.array([False, True, True, True])
@@ -102,8 +102,8 @@ def test_gradients_by_differences(name, temperature):
     for entropy in (False, True):
         policy._weights = Weights(weights)
         loss = types.SimpleNamespace(driver=name, entropy=entropy, gradient=gradient)
-        job = functools.partial(policy._run, [datum], loss, (), backward=True)
-        policy._queue.enqueue("gradient", job).result()
+        job = functools.partial(policy._run, [datum], loss, ("entropy", "sum_p2", "sum_p2_logp"), backward=True)
+        out = policy._queue.enqueue("gradient", job).result()
         expected = np.zeros_like(weights)
         for i in np.ndindex(*weights.shape):
             step = np.zeros_like(weights)
@@ -113,6 +113,9 @@ def test_gradients_by_differences(name, temperature):
     policy.close()
     logits = features @ weights / temperature
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    p = np.exp(logprobs)
+    for key, of in (("entropy", -p * logprobs), ("sum_p2", p**2), ("sum_p2_logp", p**2 * logprobs)):
+        np.testing.assert_allclose(out.outputs[key][0][mask], of.sum(-1), rtol=1e-6, err_msg=key)
     expected = np.where(ids >= 0, logprobs[np.arange(3)[:, None], ids], 0.0).reshape(shape)
     assert seen[0].dtype == np.float32
     np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
@@ -121,9 +124,10 @@ def test_gradients_by_differences(name, temperature):
 def test_a_backend_that_forgets_tokens_is_named():
     """Not the user's data."""
     message = r"the backend's logprobs: have shapes \(1,\); expected \[n\] per datum"
-    with ToyBackend(seed=0) as policy, pytest.raises(BackendError, match=message):
+    with ToyBackend(seed=0) as policy:
         policy._run = lambda data, *_, **__: assemble_output(data, [np.zeros(1)], {})
-        policy.forward([Sample([5], [6, 7], [-1.0, -1.0]).datum()]).result()
+        with pytest.raises(BackendError, match=message):
+            policy.forward([Sample([5], [6, 7], [-1.0, -1.0]).datum()]).result()
 
 
 @examples(60)
