@@ -98,7 +98,7 @@ def test_where_it_is_looked_for_does_not_matter(monkeypatch):
     params = [SamplingParams(**given) for given in options]
     expected = kept(logits, params)
     assert expected[2].isfinite().all()
-    assert expected[4].isfinite().sum() >= 1
+    assert expected[4].isfinite().any()
     for sizes in ((1,), (3, 50), (10**6,)):
         monkeypatch.setattr(_drawing, "LARGEST", sizes)
         assert torch.equal(kept(logits, params), expected), sizes
@@ -115,9 +115,8 @@ def test_extreme_logits():
         assert tokens[1:3].tolist() == [0, 299]
         assert tokens[3] < 100
         assert np.isfinite(logprobs).all()
-        possible = 300  # all are as probable as the last one that is kept
-        assert tokens[0] < possible
-        assert logprobs[0] == pytest.approx(-np.log(possible), abs=2e-3)
+        assert tokens[0] < 300  # all are as probable as the last one that is kept
+        assert logprobs[0] == pytest.approx(-np.log(300), abs=2e-3)
         tokens, logprobs = draw(logits.flip(-1), [params] * 4, np.zeros(4))  # at 0 the first possible one
         assert tokens[:3].tolist() == [0, 299, 0]
         assert tokens[3] >= 200
@@ -141,17 +140,11 @@ def expected_logprobs(logits, params, prompt, completion):
     times = torch.from_numpy(np.bincount(np.array(completion, np.int64), minlength=logits.size))
     scores = scores - params.frequency_penalty * times - params.presence_penalty * (times > 0)
     if params.temperature:
-        for name, value, off in (
-            ("Temperature", params.temperature, 1),
-            ("TopK", params.top_k, -1),
-            ("TopP", params.top_p, 1),
-            ("MinP", params.min_p, 0),
-        ):
-            scores = getattr(transformers, f"{name}LogitsWarper")(value)(None, scores) if value != off else scores
+        for name, off in (("temperature", 1), ("top_k", -1), ("top_p", 1), ("min_p", 0)):
+            warper = getattr(transformers, f"{name.title().replace('_', '')}LogitsWarper")
+            value = getattr(params, name)
+            scores = warper(value)(None, scores) if value != off else scores
     return scores[0].log_softmax(-1).numpy()
-
-
-ids_below_200 = st.lists(st.integers(0, 199), max_size=30)
 
 
 @given(
@@ -159,7 +152,7 @@ ids_below_200 = st.lists(st.integers(0, 199), max_size=30)
     scale=st.sampled_from([0.1, 0.3, 2.0, 8.0, 30.0]),
     vocabulary=st.sampled_from([1, 2, 200, 255, 256, 257, 700]),
     prompt=st.lists(st.integers(0, 199), min_size=1, max_size=30),
-    completion=ids_below_200,
+    completion=st.lists(st.integers(0, 199), max_size=30),
     params=st.sampled_from([SamplingParams(), SamplingParams(temperature=0.7)])
     | st.builds(
         SamplingParams,
@@ -199,18 +192,6 @@ def test_options_are_those_of_transformers(seed, scale, vocabulary, prompt, comp
         assert ((low <= drawn) & (drawn <= high)).all()
 
 
-@given(prompt=ids_below_200, completion=ids_below_200)
-def test_counts(prompt, completion):
-    """Each token of the two once, with how often the completion has it; the prompt matters to one penalty alone."""
-    counts = counts_of(SamplingParams(repetition_penalty=2.0), prompt, completion)
-    times = np.bincount(completion, minlength=200) if completion else np.zeros(200)
-    assert sorted(counts.ids.tolist()) == sorted({*prompt, *completion})
-    assert counts.counts.tolist() == times[counts.ids].tolist()
-    counts = counts_of(SamplingParams(presence_penalty=2.0), prompt, completion)
-    assert sorted(counts.ids.tolist()) == sorted(set(completion))
-    assert counts_of(SamplingParams(top_k=3, min_p=0.5), prompt, completion) is None
-
-
 def test_penalties_worked_by_hand():
     """Divided or multiplied by the sign, then taken off by the count, then once; other rows are as they were."""
     logits = torch.tensor([[2.0, -0.5, 1.0, 0.5], [2.0, -0.5, 1.0, 0.5]])
@@ -220,6 +201,9 @@ def test_penalties_worked_by_hand():
     assert found[0].tolist() == [1.0, -1.0 - 2 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.5]
     assert found[1].tolist() == logits[1].tolist()
     assert logits[0].tolist() == [2.0, -0.5, 1.0, 0.5]
+    assert (counts[0].ids.tolist(), counts[0].counts.tolist()) == ([0, 1, 2], [0.0, 2.0, 1.0])
+    assert counts_of(SamplingParams(presence_penalty=2.0), [0, 1], [3, 3]).ids.tolist() == [3]  # of the completion
+    assert counts_of(SamplingParams(top_k=3, min_p=0.5), [0, 1], [3]) is None
     with pytest.raises(rlkit.ConfigError, match=r"draw\(counts\)\[1\]"):  # what was there before has to be said
         draw(torch.zeros(2, 9), [SamplingParams(), SamplingParams(presence_penalty=1.0)], np.zeros(2))
 

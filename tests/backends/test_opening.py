@@ -9,8 +9,6 @@ from rlkit.backends import registry
 
 
 class SamplesAlone:
-    """A package that has no trainer."""
-
     @classmethod
     def open_sampler(cls, *, model=None, path=None, **options):
         cls.asked = (model, path, options)
@@ -18,11 +16,9 @@ class SamplesAlone:
 
 
 @pytest.fixture(autouse=True)
-def names():
-    """Made and forgotten again."""
-    registry["alone"], registry["nothing"] = SamplesAlone, object
-    yield
-    del registry["alone"], registry["nothing"]
+def names(monkeypatch):
+    monkeypatch.setitem(registry, "alone", SamplesAlone)
+    monkeypatch.setitem(registry, "nothing", object)
 
 
 def test_a_package_may_only_sample():
@@ -32,15 +28,12 @@ def test_a_package_may_only_sample():
     assert SamplesAlone.asked == ("m", "p", {"speed": 2})
 
 
-def test_what_is_no_trainer_is_refused():
+def test_what_is_no_trainer_or_no_sampler_is_refused(monkeypatch):
     """With what it lacks, and where it can sample, how."""
     with pytest.raises(rlkit.ConfigError, match=r"connect\('alone'\).*no .*forward_backward.*rlkit.sampler\('alone'\)"):
         rlkit.connect("alone")
     with pytest.raises(rlkit.ConfigError, match=r"connect\('nothing'\).*optim_step.*expected a TrainerBackend$"):
         rlkit.connect("nothing")
-
-
-def test_what_is_no_sampler_is_refused(monkeypatch):
     monkeypatch.setattr(SamplesAlone, "open_sampler", classmethod(lambda cls, **options: cls))
     with pytest.raises(rlkit.ConfigError, match=r"rlkit.sampler\('alone'\).*has no .*logprobs.*expected a Sampler"):
         rlkit.sampler("alone")

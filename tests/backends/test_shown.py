@@ -1,4 +1,4 @@
-"""What every backend has beside the conformance suite: its repr, no copies, chat templates, reference logprobs."""
+"""What every backend has beside the conformance suite: no copies, chat templates, reference logprobs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ def policy(request, tiny, tmp_path):
         yield opened.enter_context(rlkit.connect(request.param, **options))
 
 
-def test_what_is_shown_and_scored(policy):
-    """Kind, adapter and version; a sampler its version, and that it is closed. Neither can be pickled or copied.
-
-    Reference logprobs are the sampler's own at first, of samples and of datums, and stay when the policy is trained.
-    """
+def test_what_is_scored_and_cannot_be_copied(policy):
+    """Reference logprobs are the sampler's own at first, and stay when the policy is trained."""
     base, sampler = policy.base_sampler().result(), policy.sampler().result()
     samples = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=4), n=3, seed=0).result()
     for given in (samples, [sample.datum() for sample in samples]):
@@ -41,21 +38,13 @@ def test_what_is_shown_and_scored(policy):
             sample.datum(1.0, reference_logprobs=logprobs)
     policy.forward_backward([sample.datum(1.0) for sample in samples], "ppo")
     policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
-    name, sampler = type(policy).__name__, policy.sampler().result()
+    sampler = policy.sampler().result()
     now, still = (np.concatenate(rlkit.reference_logprobs(x, samples).result()) for x in (sampler, base))
     assert np.abs(now - still).max() > 1e-4
-    assert repr(policy).startswith(f"<{name} ")
-    assert repr(policy).endswith("version 1>")
-    assert ("LoRA r=4" in repr(policy)) == (name != "ToyBackend")
-    assert "Sampler" in repr(sampler)
-    assert "version 1" in repr(sampler)
     for thing in (policy, sampler):
         for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match="can ?not be pickled"):
                 attempt(thing)
-    if name != "TinkerBackend":
-        sampler.close()
-        assert repr(sampler).endswith("closed>")
 
 
 @pytest.mark.parametrize("policy", ["toy", "local"], indirect=True)

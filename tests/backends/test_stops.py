@@ -13,10 +13,12 @@ from tests.properties import examples
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
+decoders = tokenizers.decoders
 
 from rlkit.backends.tokenizers import LocalTokenizer  # noqa: E402
 
 WORDS = ["a", "b", "ab", " ", "  ", "\n", "\n\n", "é", "🙂", "</", "answer", ">", "##b", "▁a", "▁", "▁ab", "a</w>", "."]
+STOPS = ["a", " ", "\n", "é", "🙂", "ab", " a", "a ", "a b", "</answer>", "\n\n", "bab"]
 
 
 def tokenizer_of(kind):
@@ -29,17 +31,12 @@ def tokenizer_of(kind):
     model = tokenizers.models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<s>")  # noqa: S106
     made = tokenizers.Tokenizer(model)
     made.decoder = {
-        "byte_level": tokenizers.decoders.ByteLevel,
-        "metaspace": lambda: tokenizers.decoders.Sequence(
-            [
-                tokenizers.decoders.Replace("▁", " "),
-                tokenizers.decoders.ByteFallback(),
-                tokenizers.decoders.Fuse(),
-                tokenizers.decoders.Strip(" ", 1, 0),
-            ]
+        "byte_level": decoders.ByteLevel,
+        "metaspace": lambda: decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         ),
-        "word_piece": lambda: tokenizers.decoders.WordPiece(cleanup=False),
-        "word_ends": tokenizers.decoders.BPEDecoder,
+        "word_piece": lambda: decoders.WordPiece(cleanup=False),
+        "word_ends": decoders.BPEDecoder,
     }[kind]()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>")  # noqa: S106
     return LocalTokenizer(fast, vocab_size=len(pieces), eos_ids=(0,))
@@ -48,21 +45,10 @@ def tokenizer_of(kind):
 KINDS = {kind: tokenizer_of(kind) for kind in ("bytes", "byte_level", "metaspace", "word_piece", "word_ends")}
 
 
-def test_a_space_that_is_written_once_another_token_follows():
-    """As the end of a word is, behind whatever is no part of it."""
-    word, other = 257 + WORDS.index("a</w>"), 257 + WORDS.index(".")
-    stops = Stop((" ",), KINDS["word_ends"])
-    assert [stops(ids) for ids in ([word], [word, other], [other, other])] == [False, True, False]
-
-
 @given(
     kind=st.sampled_from(list(KINDS)),
     data=st.data(),
-    stop=st.lists(
-        st.one_of(st.sampled_from(["a", " ", "\n", "é", "🙂", "ab", " a", "a ", "a b", "</answer>", "\n\n", "bab"])),
-        min_size=1,
-        max_size=3,
-    ),
+    stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
 )
 @examples(400)
 def test_a_stop_string_ends_where_the_whole_text_first_has_it(kind, data, stop):
@@ -79,6 +65,12 @@ def test_a_stop_string_ends_where_the_whole_text_first_has_it(kind, data, stop):
             break
 
 
+def ends_of(tokens, stop, tokenizer):
+    """Return whether each token in turn ends the completion, by one ``Stop``."""
+    stops = Stop((stop,), tokenizer)
+    return [stops(list(tokens[:size])) for size in range(1, len(tokens) + 1)]
+
+
 def test_tokens_that_complete_nothing_are_not_decoded_with_what_was_before():
     """Each is decoded once, by itself, for all requests of a tokenizer."""
 
@@ -89,21 +81,23 @@ def test_tokens_that_complete_nothing_are_not_decoded_with_what_was_before():
             self.calls += 1
             return super().decode(tokens, skip_special)
 
-    tokenizer, text = Counting(), list(b"hello world" * 20)
-    for _ in range(3):
-        stop = Stop(("xyz",), tokenizer)
-        assert not any(stop(text[:size]) for size in range(1, len(text) + 1))
+    tokenizer, text = Counting(), b"hello world" * 20
+    assert not any(any(ends_of(text, "xyz", tokenizer)) for _ in range(3))
     assert tokenizer.calls == len(set(text))
 
 
 def test_a_tokenizer_without_hash_is_as_good():
-    """Nothing is kept of it between requests."""
-
     class Odd(ByteTokenizer):
         __hash__ = None
 
-    stop = Stop(("lo",), Odd())
-    assert [stop(list(b"hello")[:size]) for size in range(1, 6)] == [False] * 4 + [True]
+    assert ends_of(b"hello", "lo", Odd()) == [False] * 4 + [True]
+
+
+def test_a_space_that_is_written_once_another_token_follows():
+    """As the end of a word is, behind whatever is no part of it."""
+    word, other = 257 + WORDS.index("a</w>"), 257 + WORDS.index(".")
+    stops = Stop((" ",), KINDS["word_ends"])
+    assert [stops(ids) for ids in ([word], [word, other], [other, other])] == [False, True, False]
 
 
 def test_tokens_of_no_text_within_a_stop_string():
@@ -113,6 +107,4 @@ def test_tokens_of_no_text_within_a_stop_string():
         def decode(self, tokens, *, skip_special=True):
             return super().decode([token for token in tokens if token < 256], skip_special=skip_special)
 
-    stop = Stop(("A$",), Padded())
-    tokens = [*b"say A", *[300] * 50, *b"$"]
-    assert [stop(tokens[:size]) for size in range(1, len(tokens) + 1)] == [False] * (len(tokens) - 1) + [True]
+    assert ends_of([*b"say A", *[300] * 50, *b"$"], "A$", Padded()) == [False] * 55 + [True]

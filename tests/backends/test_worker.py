@@ -18,8 +18,7 @@ class Turns:
     """Background work: ``left`` turns of some milliseconds each."""
 
     def __init__(self, left, seconds=0.0):
-        self.left, self.seconds = left, seconds
-        self.done = []
+        self.left, self.seconds, self.done = left, seconds, []
 
     def delay(self):
         return 0 if self.left > len(self.done) else None
@@ -39,25 +38,23 @@ def wait_for(condition):
     assert condition()
 
 
-def run(turns, count, seconds):
-    """Run a job of ``count`` parts; return when they ended, and how many turns there were between them."""
-    ends = []
-
-    def job():
-        for _ in range(count):
-            time.sleep(seconds)
-            ends.append(time.monotonic())
-            yield
-
-    worker = Worker("test", turns)
-    worker.submit(job).result(timeout=20)
-    turns.left = 0
-    worker.close()
-    return ends, sum(ends[0] < t < ends[-1] for t in turns.done)
-
-
 def test_turns_between_parts():
     """As many as fit into the time of a part; they neither starve the job, nor does it starve them."""
+
+    def run(turns, count, seconds):
+        ends = []
+
+        def job():
+            for _ in range(count):
+                time.sleep(seconds)
+                ends.append(time.monotonic())
+                yield
+
+        worker = Worker("test", turns)
+        worker.submit(job).result(timeout=20)
+        worker.close()
+        return ends, sum(ends[0] < t < ends[-1] for t in turns.done)
+
     _, during = run(Turns(60, 0.005), 6, 0.1)
     assert during > 3 * 5  # 20 each where the machine has time
     ends, _ = run(Turns(10**9, 0.001), 5, 0.05)
