@@ -14,6 +14,7 @@ from rlkit.backends import toy
 from rlkit.backends.toy import ToyBackend, ToySampler, Weights, log_softmax
 from rlkit.backends.trainer import CallQueue, ThreadExecutor
 from rlkit.futures import Future
+from rlkit.losses import PreparedLoss, with_entropy
 from rlkit.testing import BackendConformance
 from rlkit.types import OPTIONAL_OPTIONS
 
@@ -56,6 +57,15 @@ class ScalesTheGradient(ToyBackend):
         out = yield from super()._run(data, loss, want, backward=backward)
         self._weights.gradient = before + 3.0 * (self._weights.gradient - before)
         return out
+
+
+class ForgetsTheEntropy(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        def gradient(*args, right=PreparedLoss.gradient, **kwargs):
+            return attrs.evolve(right(*args, **kwargs), entropy=None)
+
+        with mock.patch.object(PreparedLoss, "gradient", gradient):
+            return (yield from super()._run(data, loss, want, backward=backward))
 
 
 class LearnsTheFirstTargetAlone(ToyBackend):
@@ -229,6 +239,11 @@ FAULTS = [
         {"loss": "cross_entropy", "temperature": 0.5},
     ),
     (CountsARepeatedContextOnce, "test_gradient_is_that_of_the_loss", {"loss": "cross_entropy", "temperature": 1.0}),
+    (
+        ForgetsTheEntropy,
+        "test_gradient_is_that_of_the_loss",
+        {"loss": with_entropy("cross_entropy", 1.0), "temperature": 0.5},
+    ),
     (LearnsTheFirstTargetAlone, "test_gradient_is_that_of_the_loss", {"loss": "topk_forward_kl", "temperature": 1.0}),
     (OverwritesTheGradient, "test_two_calls_equal_one", {}),
     (OverwritesTheGradient, "test_failure_keeps_what_was_accumulated", {}),

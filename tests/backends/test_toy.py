@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-import types
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit import BackendError, Sample
 from rlkit.backends.protocol import LiveSampler, LiveSampling
-from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights, draw
+from rlkit.backends.toy import ByteTokenizer, Features, ToyBackend, Weights, base_weights
 from rlkit.backends.trainer import assemble_output
 from rlkit.testing import BackendConformance
 from tests.backends.live import PROMPT, step
@@ -70,57 +67,6 @@ def test_features_are_the_last_three_tokens_and_a_fading_memory():
     np.testing.assert_array_equal(together[1], alone[0])
 
 
-@for_each("temperature", [1.0, 0.5])
-@for_each("name", ["logprobs", "target_logprobs"])
-def test_gradients_by_differences(name, temperature):
-    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and the outputs."""
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    tokens, mask = np.array([1, 0, 2, 0]), np.array([False, True, True, True])
-    targets = np.array([[-1, -1], [0, 2], [1, -1], [2, 0]])
-    datum = rlkit.Datum(tokens, mask, {"target_tokens": targets}, temperature=temperature)
-    features, weights = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
-    ids = tokens[mask][:, None] if name == "logprobs" else targets[mask]
-    shape = (3,) if name == "logprobs" else (3, 2)
-    by_model, by_entropy = rng.normal(size=ids.shape), rng.normal(size=3)
-
-    def total(w, entropy):
-        logits = features @ w / temperature
-        lp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        chosen = (by_model * lp[np.arange(3)[:, None], ids])[ids >= 0].sum()
-        return chosen - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
-
-    seen = []
-
-    def gradient(driver, data, *, entropy):
-        seen.append(driver[0].numpy())
-        driven, spread = torch.tensor(by_model.reshape(shape)), torch.tensor(by_entropy)
-        return types.SimpleNamespace(driver=[driven], entropy=[spread] if entropy else None, value=0.0, metrics={})
-
-    policy = ToyBackend()
-    policy._features = types.SimpleNamespace(before=lambda _: features)
-    for entropy in (False, True):
-        policy._weights = Weights(weights)
-        loss = types.SimpleNamespace(driver=name, entropy=entropy, gradient=gradient)
-        job = functools.partial(policy._run, [datum], loss, ("entropy", "sum_p2", "sum_p2_logp"), backward=True)
-        out = policy._queue.enqueue("gradient", job).result()
-        expected = np.zeros_like(weights)
-        for i in np.ndindex(*weights.shape):
-            step = np.zeros_like(weights)
-            step[i] = 1e-6
-            expected[i] = (total(weights + step, entropy) - total(weights - step, entropy)) / 2e-6
-        np.testing.assert_allclose(policy._weights.gradient, expected, atol=1e-7)
-    policy.close()
-    logits = features @ weights / temperature
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    p = np.exp(logprobs)
-    for key, of in (("entropy", -p * logprobs), ("sum_p2", p**2), ("sum_p2_logp", p**2 * logprobs)):
-        np.testing.assert_allclose(out.outputs[key][0][mask], of.sum(-1), rtol=1e-6, err_msg=key)
-    expected = np.where(ids >= 0, logprobs[np.arange(3)[:, None], ids], 0.0).reshape(shape)
-    assert seen[0].dtype == np.float32
-    np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
-
-
 def test_a_backend_that_forgets_tokens_is_named():
     """Not the user's data."""
     message = r"the backend's logprobs: have shapes \(1,\); expected \[n\] per datum"
@@ -162,46 +108,6 @@ def test_bytes_that_are_no_text():
     tokenizer = ByteTokenizer()
     assert tokenizer.decode([72, 255, 254, 105]) == "H\ufffd\ufffdi"
     assert tokenizer.decode([255, 256, 258], skip_special=False) == "\ufffd<|im_start|><|endoftext|>"
-
-
-def test_long_texts_take_time_in_proportion():
-    """A tenth of a second for 100,000 messages; in proportion to its square it was minutes."""
-    text = "<|im_start|>user\nhi<|im_end|>\n" * 100_000
-    began = time.process_time()
-    ids = ByteTokenizer().encode(text, special=True)
-    assert time.process_time() - began < 30
-    assert ids.tolist() == [256, *b"user\nhi", 257, *b"\n"] * 100_000
-
-
-@examples(100)
-@given(
-    seed=st.integers(0, 2**31),
-    temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    top_k=st.sampled_from([-1, 1, 3, 50]),
-    top_p=st.sampled_from([1.0, 0.9, 0.3]),
-)
-def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
-    """The same tokens and logprobs as the draw in torch, ties included.
-
-    Logits and what is done to them are exact in float32, so that no rounding parts a tie there which is one in float64.
-    """
-    torch = pytest.importorskip("torch")
-    drawing = pytest.importorskip("rlkit.backends._drawing")
-    rng = np.random.default_rng(seed)
-    logits = np.round(8 * rng.normal(size=(6, 30))) / 8
-    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    uniforms = rng.random(6)
-    tokens, logprobs = draw(logits, params, uniforms)
-    theirs = drawing.draw(torch.from_numpy(logits.astype(np.float32)), [params] * 6, uniforms)
-    moved = [
-        draw(logits, attrs.evolve(params, top_p=top_p + by if top_p < 1 else 1.0), (uniforms + on).clip(0, 1))
-        for by in (-1e-6, 1e-6)
-        for on in (-1e-6, 1e-6)
-    ]
-    kept = np.all([np.abs(other[1] - logprobs) < 1e-4 for other in moved] + [tokens == other[0] for other in moved], 0)
-    np.testing.assert_array_equal(tokens[kept], theirs[0][kept])  # the others are where float32 rounds on a border
-    np.testing.assert_allclose(logprobs[kept], theirs[1][kept], atol=1e-5)
-    assert kept.any()
 
 
 def test_a_saved_sampler_is_of_what_was_saved(tmp_path):

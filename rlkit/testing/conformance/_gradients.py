@@ -11,7 +11,7 @@ import pytest
 
 from rlkit import losses
 from rlkit.backends.protocol import PromptLogprobs, TargetLogprobs, TopK, TrainerBackend
-from rlkit.errors import BackendError, ConfigError, DataError
+from rlkit.errors import BackendError, ConfigError, DataError, UnsupportedError
 from rlkit.testing.conformance._harness import STEP, Harness, Unchecked, worst
 from rlkit.types import Adam, Datum
 
@@ -37,22 +37,30 @@ class GradientTests(Harness):
             assert not lp[~datum.mask].any()
 
     @pytest.mark.parametrize(
-        ("loss", "temperature"), [("cross_entropy", 1.0), ("cross_entropy", 0.5), ("topk_forward_kl", 1.0)]
+        ("loss", "temperature"),
+        [
+            ("cross_entropy", 1.0),
+            ("cross_entropy", 0.5),
+            ("topk_forward_kl", 1.0),
+            (losses.with_entropy("cross_entropy", 1.0), 0.5),
+        ],
     )
     def test_gradient_is_that_of_the_loss(
-        self, fresh: Callable[..., TrainerBackend], loss: str, temperature: float
+        self, fresh: Callable[..., TrainerBackend], loss: str | Callable[..., object], temperature: float
     ) -> None:
         """A step of size s along the gradient g changes the loss by s |g|^2, as central differences measure it.
 
         The other tests compare a backend with itself. This one finds a gradient that is scaled, lacks the temperature,
-        counts a context that repeats once, or is wrong for several targets of a token.
+        counts a context that repeats once, or is wrong for several targets of a token or for the entropy.
         """
         if temperature != 1.0 and not self.tempered:
             pytest.skip("it has no logprobs at other temperatures")
 
+        text = "aaaa bbbb aaaa bbbb"
+
         def step(sign: float, size: float) -> tuple[float, float | None]:
             policy = fresh()
-            tokens = self.prompt(policy, "aaaa bbbb aaaa bbbb")
+            tokens = self.prompt(policy, text)
             datum = Datum(tokens, np.arange(tokens.size) > 0, {"weights": sign}, temperature=temperature)
             if loss == "topk_forward_kl":
                 targets = np.stack([tokens, np.roll(tokens, 1), np.full(tokens.size, -1)], axis=1)
@@ -63,10 +71,13 @@ class GradientTests(Harness):
             there = policy.forward([datum.with_inputs(weights=1.0)], loss).result()
             return there.metrics["loss:sum"], norm.get("grad_norm:mean")
 
-        value, norm = step(1.0, 0.0)
+        try:
+            _, norm = step(1.0, 0.0)
+        except UnsupportedError:
+            pytest.skip("it has no entropies")
         if norm is None:
             pytest.skip("its steps report no grad_norm:mean")
-        size = 0.01 * value / norm**2
+        size = 0.05 * len(text) / norm**2  # the loss falls by a percent or so
         assert (step(-1.0, size)[0] - step(1.0, size)[0]) / (2 * size) == pytest.approx(norm**2, rel=0.03)
 
     def test_two_calls_equal_one(self, fresh: Callable[..., TrainerBackend]) -> None:
