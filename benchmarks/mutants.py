@@ -53,7 +53,9 @@ LIMIT = 60  # seconds of processor time for a mutant; what takes longer never en
 LOCAL = [
     f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
 ]
-SETTINGS, RANGES, SHAPES = (f"tests/test_{name}.py" for name in ("settings_matter", "types", "shapes"))
+SETTINGS, RANGES, SHAPES, DEFAULTS = (
+    f"tests/test_{name}.py" for name in ["settings_matter", "types", "shapes", "defaults"]
+)
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
@@ -67,13 +69,29 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     ),
     "corrections": (
         ["rlkit/corrections.py"],
-        ["tests/test_corrections.py"],
-        ["tests/test_corrections.py", SETTINGS, RANGES, SHAPES],
+        ["tests/test_corrections.py", DEFAULTS],
+        ["tests/test_corrections.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
     ),
-    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES, SHAPES]),
-    "filters": (["rlkit/filters.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES, SHAPES]),
-    "rewards": (["rlkit/rewards.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES, SHAPES]),
-    "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS, RANGES]),
+    "metrics": (
+        ["rlkit/metrics/*.py"],
+        ["tests/test_metrics.py", DEFAULTS],
+        ["tests/test_metrics.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
+    ),
+    "filters": (
+        ["rlkit/filters.py"],
+        ["tests/test_filters.py", DEFAULTS],
+        ["tests/test_filters.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
+    ),
+    "rewards": (
+        ["rlkit/rewards.py"],
+        ["tests/test_rewards.py", DEFAULTS],
+        ["tests/test_rewards.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
+    ),
+    "schedules": (
+        ["rlkit/schedules.py"],
+        ["tests/test_schedules.py", DEFAULTS],
+        ["tests/test_schedules.py", DEFAULTS, SETTINGS, RANGES],
+    ),
     "trajectory": (
         ["rlkit/trajectory/*.py"],
         ["tests/test_trajectory.py"],

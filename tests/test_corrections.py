@@ -18,7 +18,6 @@ import rlkit
 from rlkit import corrections
 from rlkit.corrections import clip_b, clip_v, top_entropy
 from rlkit.errors import ConfigError, DataError
-from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.golden import Case, assert_close, cases, each_case
 from tests.properties import examples
@@ -35,24 +34,6 @@ laws = examples(50)
 
 def bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": low, "clip_high_threshold": high}
-
-
-def test_defaults_are_pinned() -> None:
-    """Everything goes by name only."""
-    assert read_defaults(corrections, by_name=True) == {
-        "clamp": {"bound": 20.0},
-        "clip_b": {"mu": 2.5},
-        "clip_v": {"mu": 8.5, "max_fraction": 1e-4},
-        "divergence_rejection": {"level": "token", "estimator": "k3"},
-        "geometric_sequence_mask": bounds(0.999, 1.002),
-        "icepop": bounds(0.5, 5.0),
-        "outlier_veto": bounds(1e-4, 100.0),
-        "sequence_mask": bounds(0.5, 2.0),
-        "sequence_tis": bounds(0.0, 2.0),
-        "token_mask": bounds(0.5, 2.0),
-        "token_tis": bounds(0.0, 2.0),
-        "top_entropy": {"fraction": 0.2},
-    }
 
 
 @each_case(cases("corrections"))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import rlkit.advantages as adv
 from rlkit import filters
 from rlkit.errors import ConfigError, DataError
-from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.properties import examples
 
@@ -24,14 +23,6 @@ batches = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN]), min_size
 
 def scored(batch: list[list[float]]) -> list[list[float]]:
     return [[r for r in group if not np.isnan(r)] for group in batch]
-
-
-def test_defaults_are_pinned() -> None:
-    assert read_defaults(filters) == {
-        "difficulty_band": {"low": 0.1, "high": 0.95},
-        "dynamic_sampling": {"correct": 1.0, "needed": None, "keep_when_insufficient": False},
-        "zero_variance": {"threshold": 0.0},
-    }
 
 
 @laws

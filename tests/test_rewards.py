@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rlkit import rewards
 from rlkit.errors import ConfigError, DataError
-from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.golden import Case, assert_close, cases, each_case
 from tests.properties import examples
@@ -20,24 +19,6 @@ NAN, INF = float("nan"), float("inf")
 laws = examples(50)
 numbers = st.floats(-10, 10)
 ragged = st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=5)
-
-
-def test_defaults_are_pinned() -> None:
-    assert read_defaults(rewards) == {
-        "affine": {"scale": 1.0, "bias": 0.0},
-        "clamp": {"low": None, "high": None},
-        "cosine_length": {"right": (1.0, 0.5), "wrong": (-1.0, -0.5), "exceeded": None},
-        "length_cost": {"coef": 1.0},
-        "mapping": {"default": None},
-        "nonterminal_override": {"value": 0.0},
-        "nonterminal_reward": {"value": 0.0},
-        "overlong_penalty": {"factor": 1.0},
-        "reduction": {"how": "sum"},
-        "repetition_penalty": {"ngram": 3, "factor": 1.0},
-        "stop_properly": {"coef": 0.0},
-        "think_format": {"tags": ("<think>", "</think>"), "opened": False},
-        "whitening": {"ddof": 1, "eps": 1e-6},
-    }
 
 
 @each_case(cases("rewards"))

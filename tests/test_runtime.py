@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rlkit._runtime import warn
 from rlkit.backends.trainer import Worker
 from rlkit.storage import TornLine, read
 
@@ -39,12 +37,3 @@ def test_a_worker_names_rlkits_line(tmp_path):
         worker.submit(partial(list, read(tmp_path / "a.jsonl"))).result()
     assert [Path(x.filename).name for x in said] == ["storage.py"]
     worker.close()
-
-
-def test_a_line_is_warned_once():
-    """As ``warnings.warn`` does by default."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            warn("again")
-    assert len(said) == 1

@@ -11,22 +11,12 @@ from hypothesis import strategies as st
 
 from rlkit import schedules
 from rlkit.errors import ConfigError
-from tests.defaults import read_defaults
 from tests.each import for_each
 from tests.golden import Case, assert_close, cases, each_case
 from tests.properties import examples
 
 laws = examples(50)
 counts, levels = st.integers(0, 40), st.floats(0, 1)
-
-
-def test_defaults_are_pinned() -> None:
-    assert read_defaults(schedules) == {
-        "chord_schedule": {"peak": 0.9, "valley": 0.05},
-        "cosine": {"end": 0.0},
-        "lr_for": {"lora": True},
-        "wsd": {"warmup_steps": 0, "end": 0.0},
-    }
 
 
 @each_case(cases("losses_supervised", "chord_schedule"))

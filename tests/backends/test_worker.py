@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from rlkit.backends import trainer
 from rlkit.backends.trainer import Worker
 from rlkit.errors import BackendError
+from tests.each import for_each
 
 
 class Turns:
-    """Background work: ``left`` turns of some milliseconds each."""
+    """Background work: ``left`` turns; each moves ``clock``, [seconds], by 1/16."""
 
-    def __init__(self, left, seconds=0.0):
-        self.left, self.seconds, self.done = left, seconds, []
+    def __init__(self, left, clock=()):
+        self.left, self.clock, self.done = left, clock, 0
 
     def delay(self):
-        return 0 if self.left > len(self.done) else None
+        return 0 if self.left > self.done else None
 
     def turn(self):
-        time.sleep(self.seconds)
-        self.done.append(time.monotonic())
+        self.done += 1
+        for i in range(len(self.clock)):
+            self.clock[i] += 1 / 16
 
     def stop(self):
         self.left = 0
@@ -38,29 +42,31 @@ def wait_for(condition):
     assert condition()
 
 
-def test_turns_between_parts():
-    """As many as fit into the time of a part; they neither starve the job, nor does it starve them."""
+@for_each(
+    ("seconds", "expected"),
+    [
+        (1.0, [0, 16, 32, 48]),  # as many as fit into the time of a part
+        (1 / 32, [0, 1, 1, 2, 2, 3]),  # a turn that takes longer than a part is paid back
+    ],
+)
+def test_turns_between_parts(seconds, expected):
+    """They neither starve the job, nor does it starve them; by a clock that moves as they say."""
+    clock = [0.0]
+    turns, seen = Turns(0, clock), []
 
-    def run(turns, count, seconds):
-        ends = []
+    def job():
+        turns.left = 10**9
+        for _ in expected:
+            seen.append(turns.done)
+            clock[0] += seconds
+            yield
+        turns.left = 0
 
-        def job():
-            for _ in range(count):
-                time.sleep(seconds)
-                ends.append(time.monotonic())
-                yield
-
+    with mock.patch.object(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0])):
         worker = Worker("test", turns)
-        worker.submit(job).result(timeout=20)
+        worker.submit(job).result(timeout=60)
         worker.close()
-        return ends, sum(ends[0] < t < ends[-1] for t in turns.done)
-
-    _, during = run(Turns(60, 0.005), 6, 0.1)
-    assert during > 3 * 5  # 20 each where the machine has time
-    ends, _ = run(Turns(10**9, 0.001), 5, 0.05)
-    assert min(b - a for a, b in itertools.pairwise(ends)) < 0.05 * 2 + 0.05
-    _, during = run(Turns(10**9, 0.05), 60, 0.002)
-    assert during < 30  # a turn that takes longer than a part is paid back: the parts' time is that of 3 turns
+    assert seen == expected
 
 
 def test_background_alone():
@@ -70,9 +76,9 @@ def test_background_alone():
         worker = Worker("test", turns)
         worker.wake()
         assert worker.submit(lambda: 3).result(timeout=60) == 3
-        wait_for(lambda turns=turns: len(turns.done) >= turns.left)
+        wait_for(lambda turns=turns: turns.done >= turns.left)
         worker.close()
-        assert len(turns.done) == left
+        assert turns.done == left
 
 
 def test_jobs_that_are_given_up_and_a_worker_that_is_closed():

@@ -14,6 +14,7 @@ from rlkit.losses.prepare import marks
 from tests.each import for_each
 from tests.losses.calls import ALL, NAMES, call, close, datums, example, gradient
 
+MEAN = loss(elementwise=True)(lambda logprobs: logprobs.mean())
 PREPARED = {title: prepare(function) for title, function in ALL.items()}
 
 
@@ -216,7 +217,7 @@ def test_calls_by_level(level, elementwise, sizes, means, kind):
     """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
 
     A mean counts once for each datum of its call. A loss is tried out by one call, on one datum or one pair where it
-    looks at no more.
+    looks at no more; an elementwise one also on the same datum twice.
     """
     calls = []
 
@@ -231,7 +232,8 @@ def test_calls_by_level(level, elementwise, sizes, means, kind):
     data, leaves = make(*([2, 3, 1, 2] if level == "pair" else [2, 0, 3, 1]))
     found = prepare(counted).gradient(leaves, data)
     prepare(counted).try_out(data)
-    assert calls == [*sizes, [2] if level == "datum" else sizes[0]]
+    tried = [[2], [4]] if elementwise else [[2]] if level == "datum" else sizes[:1]
+    assert calls == [*sizes, *tried]
     used = {"pair": (0, 2), "batch": (0,)}.get(level, range(4))
     assert [g.tolist() for g in found.driver] == [[float(i in used)] * len(x) for i, x in enumerate(leaves)]
     assert found.metrics == means
@@ -251,6 +253,8 @@ def test_calls_by_level(level, elementwise, sizes, means, kind):
         (lambda logprobs: (logprobs.sum(), {"kl": torch.ones(2)}), "the metric 'kl' = .*; expected one number"),
         (lambda logprobs: (logprobs.sum(), {"kl": "1"}), "the metric 'kl' = '1' .*; expected one number"),
         (loss(elementwise=True)(lambda logprobs: (logprobs.sum(), {"n": 1})), "'n:mean' of the elementwise .*':sum'"),
+        (MEAN, "the elementwise loss .* another gradient among more tokens; expected a sum over tokens"),
+        (with_entropy(MEAN), "another gradient among more tokens"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
         (lambda logprobs: np.exp(logprobs).sum(), "numpy, which passes no gradient; expected torch operations"),
         (lambda logprobs: torch.tensor(logprobs.numpy()).sum(), "numpy, which passes no gradient; expected torch"),
