@@ -53,51 +53,45 @@ LIMIT = 60  # seconds of processor time for a mutant; what takes longer never en
 LOCAL = [
     f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
 ]
-SETTINGS, RANGES, SHAPES, DEFAULTS = (
-    f"tests/test_{name}.py" for name in ["settings_matter", "types", "shapes", "defaults"]
+SETTINGS, TYPES, SHAPES, DEFAULTS, CRITIC = (
+    f"tests/test_{name}.py" for name in ("settings_matter", "types", "shapes", "defaults", "critic")
 )
+ARRAYS = [DEFAULTS, SETTINGS, TYPES, SHAPES]
+QUEUE, WORKER, OPENING, TOY, STOPS, SHOWN, REFERENCE, DRAWING = (
+    f"tests/backends/test_{name}.py"
+    for name in ("queue", "worker", "opening", "toy", "stops", "shown", "reference", "drawing")
+)
+POLICIES = [TOY, STOPS, SHOWN, REFERENCE, CRITIC]
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
         ["tests/advantages/test_inputs.py", "tests/advantages/test_oracle.py"],
-        ["tests/advantages", SETTINGS],
+        ["tests/advantages", *ARRAYS],
     ),
     "losses": (
         ["rlkit/losses/*.py"],
         ["tests/losses/test_settings.py", "tests/losses/test_golden.py"],
-        ["tests/losses", SETTINGS],
+        ["tests/losses", SETTINGS, TYPES, SHAPES],
     ),
-    "corrections": (
-        ["rlkit/corrections.py"],
-        ["tests/test_corrections.py", DEFAULTS],
-        ["tests/test_corrections.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
-    ),
-    "metrics": (
-        ["rlkit/metrics/*.py"],
-        ["tests/test_metrics.py", DEFAULTS],
-        ["tests/test_metrics.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
-    ),
-    "filters": (
-        ["rlkit/filters.py"],
-        ["tests/test_filters.py", DEFAULTS],
-        ["tests/test_filters.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
-    ),
-    "rewards": (
-        ["rlkit/rewards.py"],
-        ["tests/test_rewards.py", DEFAULTS],
-        ["tests/test_rewards.py", DEFAULTS, SETTINGS, RANGES, SHAPES],
-    ),
-    "schedules": (
-        ["rlkit/schedules.py"],
-        ["tests/test_schedules.py", DEFAULTS],
-        ["tests/test_schedules.py", DEFAULTS, SETTINGS, RANGES],
-    ),
+    **{
+        name: (
+            [f"rlkit/{name}.py", f"rlkit/{name}/*.py"],
+            [f"tests/test_{name}.py", DEFAULTS],
+            [f"tests/test_{name}.py", *ARRAYS],
+        )
+        for name in ("corrections", "metrics", "filters", "rewards", "schedules")
+    },
+    "types": (["rlkit/types.py"], [TYPES], [TYPES, SHAPES]),
+    "registry": (["rlkit/registry.py"], ["tests/test_registry.py"], ["tests/test_registry.py", OPENING]),
+    "credit": (["rlkit/credit.py"], ["tests/test_credit.py"], ["tests/test_credit.py", CRITIC, TYPES, SHAPES]),
+    "trainer": (["rlkit/backends/trainer.py"], [QUEUE, WORKER], [QUEUE, WORKER, OPENING, *POLICIES]),
+    "drawing": (["rlkit/backends/_drawing.py"], [DRAWING], [DRAWING]),
+    "toy": (["rlkit/backends/toy.py"], [TOY], POLICIES),
     "trajectory": (
         ["rlkit/trajectory/*.py"],
         ["tests/test_trajectory.py"],
         ["tests/test_trajectory.py", "tests/rollouts/test_alignment.py", "tests/test_credit.py"],
     ),
-    "toy": (["rlkit/backends/toy.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
     "local": (
         LOCAL,
         ["tests/backends/local/training/test_micro_batches.py"],
