@@ -263,6 +263,8 @@ class Sample(SamplingOptions):
             if "advantages" in inputs:
                 raise DataError("Sample.datum: got both advantage and advantages=; give one of them")
             array = _check.as_array("advantage", advantage, "a number, or one per token")
+            if array.shape not in ((), self.tokens.shape):
+                raise DataError("advantage", f"has shape {array.shape}", f"() or {self.tokens.shape}", "one per token")
             inputs["advantages"] = np.full(self.tokens.size, array) if array.ndim == 0 else array
         taken = {"tokens", "mask", "inputs", "prompt", "temperature", "truncated"} & inputs.keys()
         if taken:
@@ -393,6 +395,8 @@ def _align_input(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     where, length, n = f"Datum.inputs[{name!r}]", mask.size, int(mask.sum())
     if not isinstance(name, str) or not name.isidentifier():
         raise DataError("Datum.inputs", f"has the key {name!r}", "an identifier that a loss can name")
+    if name in ("tokens", "mask", "inputs", "temperature", "truncated"):
+        raise DataError("Datum.inputs", f"has the key {name!r}", "inputs", "it is a field; change it with attrs.evolve")
     array = _check.as_array(where, value, f"numbers of shape (), ({n},) or ({length},)")
     shape, kind = array.shape, array.dtype.kind
     if kind == "b":

@@ -133,6 +133,8 @@ def test_sample_datum():
 BAD = [  # what is not a field's range alone; tests/test_shapes.py has shapes
     (lambda: Sample([1], [2], [-1.0]).datum(1.0, temperature=2.0), DataError, "temperature"),
     (lambda: Sample([1], [2], [-1.0]).datum(1.0, advantages=[1.0]), DataError, "both"),
+    (lambda: Sample([1], [2], [-1.0]).datum([9.0, 1.0]), DataError, r"^advantage: has shape \(2,\)"),
+    (lambda: Datum(T, M).with_inputs(temperature=0.5), DataError, "'temperature'; .*it is a field"),
     *[
         (lambda name=name, x=x: rlkit.connect("toy", **{name: x}), ConfigError, f"^{name}")
         for name, x in [("resume_from", ""), ("resume_from", False), ("folder", 3), ("lora", 3), ("model", 3)]

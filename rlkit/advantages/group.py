@@ -6,7 +6,7 @@ reward in the same form, 0 for a reward of NaN: such a sample could not be score
 tokens: ``rlkit.credit.assign`` calls it with a list of arrays, one per group (and with ``lengths`` in the same form, if
 it has a parameter of that name), and gives the advantage of a sample to its tokens.
 
-Every estimator below takes three steps:
+Most estimators below take three steps:
 
 1. ``read_rewards`` checks the shared settings and reads the rewards. ``rows.flat`` [N] then holds all samples, group
    after group, NaN where a sample could not be scored.
@@ -16,7 +16,8 @@ Every estimator below takes three steps:
 3. ``finish`` gives unscored samples 0, applies the rule for groups of one, and returns the form that was given.
 
 ``@register("name")`` adds an estimator, so that ``assign`` and recipes find it by name. A function that looks at one
-group becomes an estimator with ``@per_group``.
+group becomes an estimator with ``@per_group``, and needs it: given groups of one size as a list, numpy would take them
+for one matrix.
 """
 
 from __future__ import annotations
@@ -777,8 +778,9 @@ def by_group(
     if "lengths" in settings:
         lengths = Rows.vector("lengths", cast("RowsLike", settings["lengths"]), x.size, why="one per reward").flat
         settings["lengths"] = rows.restore(lengths[order])
-    result = np.empty(x.size)
-    result[order] = rows.read_like(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
+    where, result = f"{estimator!r}(...)", np.empty(x.size)
+    result[order] = rows.read_like(where, function(rows.restore(rows.flat), **settings))
+    rows.require(where, result[order], np.isfinite(result[order]), "a finite advantage")
     return result
 
 
@@ -815,7 +817,9 @@ def per_group(function: Callable[..., object]) -> Callable[..., Arrays]:
             if advantages.shape != group.shape:
                 found = f"returned an array of shape {advantages.shape}"
                 raise DataError(where, found, f"{group.shape}", "one advantage per reward")
-            parts.append(advantages.astype(np.float64))
-        return rows.restore(np.concatenate(parts))
+            parts.append(np.where(np.isnan(group), 0.0, advantages))
+        result = np.concatenate(parts)
+        rows.require(f"{name}(rewards)", result, np.isfinite(result), "a finite advantage")
+        return rows.restore(result)
 
     return estimator

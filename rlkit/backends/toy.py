@@ -8,12 +8,13 @@ order of calls, accumulation, snapshots, saving, failures. This file shows each 
 - ``_step``, ``_drop``, ``_write``: the optimizer, forgetting the gradient, and the files of a saved state;
 - ``_snapshot``, ``_base``: samplers that later steps do not change, since an array of weights is never written to;
   ``_live``: one that ``update`` gives newer weights, here by opening the next snapshot;
-- the attributes ``_wanted`` (further outputs, by name) and ``_seeds`` (the stream that a saved state continues);
+- ``_seeds``, the stream of seeds that a saved state continues; ``_wanted``, the names of further outputs, is inherited;
 - ``ToySampler``: samples that say how they were drawn, with the logprob of each token under the distribution that it
   was drawn from. It refuses the options that it lacks by name (``lacks=``).
 
-``rlkit.backends.trainer`` checks the calls, runs these methods one after the other in a thread, and keeps the order
-after a failure. ``rlkit.testing.conformance`` tests whether a backend is right.
+A backend needs all of these methods. ``rlkit.backends.trainer`` checks the calls, runs the methods one after the other
+in a thread, and keeps the order after a failure. ``@rlkit.backends.registry.register("name")`` makes ``connect`` find
+the class. ``rlkit.testing.BackendConformance`` tests whether it is right; its ``offers`` says which options it lacks.
 """
 
 from __future__ import annotations

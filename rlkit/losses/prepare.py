@@ -9,14 +9,15 @@ A loss gets the n tokens that the policy chose in one datum, and returns the sum
 Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
 ``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
 omit an input that has a default. An input named ``entropy`` [n] does not come from the datum: the model computes it.
-``weights`` multiplies every term; scale nothing elsewhere. Keyword-only parameters are settings, and ``config`` sets
-them. A loss returns a scalar tensor, or (scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at
-once. ``@loss(elementwise=True)`` promises a sum over tokens, so that one call serves many datums; a mean is refused,
-since it would depend on how the batch is split.
+``weights``, () or [n], multiplies every term, and nothing else scales one; sum [n, K] over K before. Keyword-only
+parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or (scalar, metrics).
+``@loss(level="pair")`` gives it two datums at once, every argument a tuple of two, ``weights`` too; "batch" gives it
+all, every argument a list. ``@loss(elementwise=True)`` promises a sum over tokens, so that one call serves many datums;
+a mean is refused, since it would depend on how the batch is split.
 
 A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work
-(``InProcessBackend`` does both), then ``gradient(outputs, data)`` for each micro-batch. It propagates that gradient to
-its parameters, and nothing else.
+(``InProcessBackend`` does both), then ``gradient(outputs, data)`` for each micro-batch, in which pairs stay whole, but
+once at the level "batch". It passes this gradient, and no other, back to its parameters.
 """
 
 from __future__ import annotations
@@ -286,9 +287,11 @@ class PreparedLoss:
             _check_input(f"{where}.inputs[{name!r}]", name, datum, wide=wide)
             if name in ranges:
                 ranges[name].check(f"{where}.inputs[{name!r}]", inputs[name])
-        if "weights" in inputs and "weights" not in self._order:
-            what = f"has 'weights', which the loss {self.name!r} does not take; they would have no effect"
-            raise DataError(f"{where}.inputs {what}")
+        for name in inputs.keys() - set(self._order):
+            meant = {f"{name}s", name.removesuffix("s")} & (self.optional.keys() - inputs.keys())
+            if meant or name == "weights":  # other inputs may be of another loss
+                what = f"has {name!r}, which the loss {self.name!r} does not take; it would have no effect"
+                raise DataError(f"{where}.inputs {what}" + (f"; did you mean {min(meant)!r}?" if meant else ""))
         if "sampling_logprobs" in inputs and "sampling_logprobs" in self._order:
             self._check_sampling(where, datum)
 
@@ -330,25 +333,29 @@ class PreparedLoss:
                 or it is marked as elementwise and is no sum over tokens.
             Exception: any exception of the function itself, unchanged.
         """
-        some = [datum for datum in data if datum.mask.any()]
-        some = some if self.level == "batch" else some[: 2 if self.level == "pair" else 1]
-        if self.elementwise and some and "weights" in some[0].inputs:  # one of 0 would leave tokens out
-            weights = some[0].inputs["weights"]
-            some = [some[0].with_inputs(weights=np.where(weights == 0, np.float32(1), weights))]
+        used = [datum for datum in data if datum.mask.any()]
+        some = used if self.level == "batch" else used[: 2 if self.level == "pair" else 1]
         with contextlib.suppress(BackendError):  # not finite on made-up numbers, which does not matter for real ones
             alone = self._call_on_dummies(some)
-            own = str(self.function.__module__).startswith("rlkit.")  # a sum, as the tests of rlkit's losses say
-            if not self.elementwise or own or not some:
+            # A sum gives tokens the same gradient in any company. Those of rlkit are sums, as its tests say.
+            if not self.elementwise or not used or str(self.function.__module__).startswith("rlkit."):
                 return
-            if not torch.allclose(alone, self._call_on_dummies(some * 2), rtol=1e-3):
+            alone += self._call_on_dummies(used[-1:])
+            together = self._call_on_dummies([used[0], used[-1]])
+            if not all(torch.allclose(a, b, rtol=1e-3) for a, b in zip(alone, together, strict=True)):
                 where, what = f"the elementwise loss {self.name!r}", "gives a token another gradient among more tokens"
                 raise ConfigError(where, what, "a sum over tokens", "leave the mark out")
 
-    def _call_on_dummies(self, data: Sequence[Datum]) -> Tensor:
-        """Return the gradient of the first datum's driver, empty without datums."""
+    def _call_on_dummies(self, data: Sequence[Datum]) -> list[Tensor]:
+        """Return the gradient of each datum's driver."""
+        if self.elementwise:  # a weight of 0 would leave tokens out
+            weights = [np.asarray(datum.inputs.get("weights", 1.0)) for datum in data]
+            pairs = zip(data, weights, strict=True)
+            data = [
+                d.with_inputs(weights=np.where(w == 0, np.float32(1), w)) if (w == 0).any() else d for d, w in pairs
+            ]
         entropy = [torch.full((int(datum.mask.sum()),), 0.5) for datum in data]
-        found = self.gradient([self._dummy_driver(datum) for datum in data], data, entropy=entropy)
-        return found.driver[0] if data else torch.zeros(0)
+        return list(self.gradient([self._dummy_driver(datum) for datum in data], data, entropy=entropy).driver)
 
     def _dummy_driver(self, datum: Datum) -> Tensor:
         if self.driver == "target_logprobs":
@@ -430,8 +437,8 @@ class PreparedLoss:
         for name in self._order:
             if name in leaves:
                 parts = [self._drop_tokens(leaves[name][i], data[i]) for i in call]
-            elif name in self.optional and not any(name in data[i].inputs for i in call):
-                continue  # the function's own default
+            elif self._takes_default(name) and not any(name in data[i].inputs for i in call):
+                continue
             else:
                 parts = [self._read_input(name, k, data[i], leaves[self.driver][i]) for k, i in enumerate(call)]
             arguments[name] = self._join(parts, [data[i] for i in call])
@@ -444,6 +451,10 @@ class PreparedLoss:
             raise ConfigError(f"the loss {self.name!r}", what, "torch operations, such as x.exp()") from error
         value, metrics = self._check_result(result)
         return value, {**self._measure_margin(arguments), **metrics}
+
+    def _takes_default(self, name: str) -> bool:
+        """Return whether the function's own default is in the form of its level: else each datum gets it."""
+        return name in self.optional and (self.level == "datum" or not isinstance(self.optional[name], (int, float)))
 
     def _join(self, parts: Sequence[Tensor], data: Sequence[Datum]) -> Argument:
         """Put what several datums have in the place of one argument together, in the form of the loss's level."""

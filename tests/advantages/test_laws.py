@@ -240,6 +240,10 @@ def test_per_group() -> None:
     assert [row.tolist() for row in shares([[1.0], [2.0, 3.0]], lengths=[[2], [1, 6]])] == [[0.5], [2.0, 0.5]]
     with pytest.raises(DataError, match=r"rewards\[1\]\): returned an array of shape \(1,\); expected \(2,\)"):
         adv.per_group(lambda group: group[:1])([[1.0], [2.0, 3.0]])
+    assert adv.per_group(lambda group: group - 1.0)([NAN, 3.0]).tolist() == [0.0, 2.0]
+    for wrong in (adv.per_group(lambda group: group - group.mean()), lambda groups: [g * NAN for g in groups]):
+        with pytest.raises(DataError, match="is nan; expected a finite advantage"):
+            adv.by_group(wrong, [1.0, NAN, 3.0], ["a", "a", "a"])
 
 
 def test_token_weights_count_sequences_and_prompts_that_have_tokens() -> None:

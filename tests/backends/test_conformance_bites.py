@@ -59,6 +59,33 @@ class ScalesTheGradient(ToyBackend):
         return out
 
 
+class ForgetsWeightDecay(ToyBackend):
+    def _step(self, params):
+        return super()._step(attrs.evolve(params, weight_decay=0.0))
+
+
+class ScoresNoTarget(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        def pick(logprobs, ids, right=toy.pick):
+            return right(logprobs, np.maximum(ids, 0))
+
+        with mock.patch.object(toy, "pick", pick):
+            return (yield from super()._run(data, loss, want, backward=backward))
+
+
+class SeedsAllButTheLast(ToySampler):
+    def sample(self, prompt, params, *, n=1, seed=None):
+        whole = super().sample(prompt, params, n=n, seed=seed).result()
+        return Future.of([*whole[:-1], *super().sample(prompt, params).result()] if n > 2 else whole)
+
+
+class LosesASeed(ToyBackend):
+    def _snapshot(self):
+        sampler = super()._snapshot()
+        sampler.__class__ = SeedsAllButTheLast
+        return sampler
+
+
 class ForgetsTheEntropy(ToyBackend):
     def _run(self, data, loss, want, *, backward):
         def gradient(*args, right=PreparedLoss.gradient, **kwargs):
@@ -244,6 +271,9 @@ FAULTS = [
         "test_gradient_is_that_of_the_loss",
         {"loss": with_entropy("cross_entropy", 1.0), "temperature": 0.5},
     ),
+    (ForgetsWeightDecay, "test_settings_of_adamw_reach_the_step", {}),
+    (ScoresNoTarget, "test_targets_of_minus_one_count_nothing", {}),
+    (LosesASeed, "test_seeds_repeat", {}),
     (LearnsTheFirstTargetAlone, "test_gradient_is_that_of_the_loss", {"loss": "topk_forward_kl", "temperature": 1.0}),
     (OverwritesTheGradient, "test_two_calls_equal_one", {}),
     (OverwritesTheGradient, "test_failure_keeps_what_was_accumulated", {}),

@@ -69,6 +69,8 @@ def test_weights_for_a_loss_that_has_none():
         assert not prepare(function).optional
         with pytest.raises(DataError, match=r"^data\[0\].inputs has 'weights', which the loss '.*' does not take"):
             prepare(function).check([rlkit.Datum.supervised([1], [2, 3])])
+    with pytest.raises(DataError, match="has 'weight', .*; did you mean 'weights'"):
+        prepare("cross_entropy").check([rlkit.Datum([1, 2], [0, 1], {"weight": 0.0})])
 
 
 def test_an_input_that_some_datums_lack():
@@ -217,12 +219,13 @@ def test_calls_by_level(level, elementwise, sizes, means, kind):
     """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
 
     A mean counts once for each datum of its call. A loss is tried out by one call, on one datum or one pair where it
-    looks at no more; an elementwise one also on the same datum twice.
+    looks at no more; an elementwise one also on the last datum, alone and beside the first.
     """
     calls = []
 
     @loss(level=level, elementwise=elementwise)
-    def counted(logprobs):
+    def counted(logprobs, weights=1.0):
+        assert isinstance(weights, float if level == "datum" else kind)
         parts = [logprobs] if level == "datum" else logprobs
         assert type(logprobs) is kind
         calls.append([len(part) for part in parts])
@@ -232,7 +235,7 @@ def test_calls_by_level(level, elementwise, sizes, means, kind):
     data, leaves = make(*([2, 3, 1, 2] if level == "pair" else [2, 0, 3, 1]))
     found = prepare(counted).gradient(leaves, data)
     prepare(counted).try_out(data)
-    tried = [[2], [4]] if elementwise else [[2]] if level == "datum" else sizes[:1]
+    tried = [[2], [1], [3]] if elementwise else [[2]] if level == "datum" else sizes[:1]
     assert calls == [*sizes, *tried]
     used = {"pair": (0, 2), "batch": (0,)}.get(level, range(4))
     assert [g.tolist() for g in found.driver] == [[float(i in used)] * len(x) for i, x in enumerate(leaves)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 
 from rlkit import ConfigError
-from rlkit.losses import prepare, with_entropy, with_kl
+from rlkit.losses import prepare, registry, with_entropy, with_kl
 from tests.each import for_each
 from tests.losses.calls import BATCHES, NAMES, PAIRS, call, example
 
@@ -80,12 +81,16 @@ LEVELS |= dict.fromkeys(("gspo", "gspo_token", "luspo", "gmpo", "vespo", "opsm",
 
 @for_each("name", NAMES)
 def test_defaults(name):
-    """The settings of a loss, their order and their defaults, and its level."""
+    """The settings of a loss, their order and their defaults, its level, and what its docstring has."""
     assert name in SETTINGS, f"write down the settings of {name} in SETTINGS, above"
     prepared = prepare(name)
     assert list(prepared.settings.items()) == [(key, default) for key, (default, _) in SETTINGS[name].items()]
     assert (prepared.level, prepared.elementwise) == LEVELS.get(name, ("datum", True))
     assert prepared.optional["weights"] == 1.0
+    text = inspect.getdoc(registry[name])
+    assert ">>> " in text
+    assert "Raises:" in text or not SETTINGS[name] or name == "dro"
+    assert all(x in text.partition("Args:")[2] for x in {*inspect.signature(registry[name]).parameters} - {"weights"})
 
 
 def test_defaults_of_the_rest():

@@ -236,6 +236,7 @@ class Sending:
         local = prepared.gradient(driver, used, places=places)
         weights = [-gradient.numpy() for gradient in local.driver]
         if prepared.driver == "target_logprobs":
+            weights = [np.where(_real(d), x, 0.0) for d, x in zip(used, weights, strict=True)]
             weights = [np.pad(x, ((0, 0), (0, 1))) for x in weights]  # 0 for the datum's own tokens, the last column
         part = _routes.Part("cross_entropy", {}, [{"weights": x} for x in weights])
         if not self._weighs:
@@ -298,6 +299,12 @@ def _targets(datum: Datum, prepared: PreparedLoss | None) -> np.ndarray | None:
     return np.column_stack([np.maximum(targets, 0), datum.tokens[datum.mask]])
 
 
+def _real(datum: Datum) -> np.ndarray:
+    """Return which targets [n, K] are tokens; the others, -1, are sent as 0 and count nothing."""
+    targets: np.ndarray = datum.inputs["target_tokens"][datum.mask]
+    return targets.reshape(len(targets), -1) >= 0
+
+
 def _driver(
     call: str,
     response: types.ForwardBackwardOutput,
@@ -313,5 +320,5 @@ def _driver(
         return [], arrays
     if prepared.driver == "logprobs":
         return [torch.from_numpy(x) for x in arrays], arrays
-    driver = [torch.from_numpy(np.ascontiguousarray(x[:, :-1])) for x in arrays]
+    driver = [torch.from_numpy(np.where(_real(d), x[:, :-1], np.float32(0))) for d, x in zip(used, arrays, strict=True)]
     return driver, [x[:, -1] for x in arrays]

@@ -23,5 +23,6 @@ class BackendConformance(SamplingTests, ScoreTests, GradientTests, CallTests, Fa
 
     ``make`` is given seed=, and resume_from= or init_from= in the tests of saving; two backends that it makes with
     the same options must start alike. Tests named in ``skips`` are skipped with the reason given; a name that no test
-    has is an error. See ``rlkit.testing.conformance._harness.Harness`` for the other switches.
+    has is an error. ``offers = ()`` says that samplers refuse min_p and penalties, as the toy's do; ``Harness`` has
+    the other switches.
     """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 import pytest
 
@@ -57,6 +59,18 @@ class CallTests(Harness):
         assert worst(start, self.logprobs(policy, data)) == 0.0
         self.trained(policy, [d.with_inputs(advantages=0.0) for d in data])
         assert worst(start, self.logprobs(policy, data)) > 1e-4
+
+    def test_settings_of_adamw_reach_the_step(self, fresh: Callable[..., TrainerBackend]) -> None:
+        """Each of them changes what two steps of different gradients lead to."""
+        results = []
+        for change in ({}, {"beta1": 0.5}, {"beta2": 0.5}, {"eps": 1.0}, {"weight_decay": 5.0}):
+            policy = fresh()
+            data = self.data(policy)
+            self.trained(policy, data, step=attrs.evolve(STEP, **change))
+            self.trained(policy, data[:4], step=attrs.evolve(STEP, **change))
+            results.append(self.logprobs(policy, data))
+        for a, b in itertools.combinations(results, 2):
+            assert worst(a, b) > 1e-5
 
     def test_clipping(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A norm bound scales the gradient down: a tenth of its norm moves a tenth as far."""

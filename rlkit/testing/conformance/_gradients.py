@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
+def _sum_targets(target_logprobs: Tensor) -> Tensor:
+    return target_logprobs.sum()
+
+
 class GradientTests(Harness):
     """Sums, order, masks and weights."""
 
@@ -41,6 +45,7 @@ class GradientTests(Harness):
         [
             ("cross_entropy", 1.0),
             ("cross_entropy", 0.5),
+            ("cross_entropy", 0.0),
             ("topk_forward_kl", 1.0),
             (losses.with_entropy("cross_entropy", 1.0), 0.5),
         ],
@@ -51,24 +56,25 @@ class GradientTests(Harness):
         """A step of size s along the gradient g changes the loss by s |g|^2, as central differences measure it.
 
         The other tests compare a backend with itself. This one finds a gradient that is scaled, lacks the temperature,
-        counts a context that repeats once, or is wrong for several targets of a token or for the entropy.
+        counts a context that repeats once, or is wrong for several targets of a token, for the entropy, for many datums
+        or for long ones.
         """
-        if temperature != 1.0 and not self.tempered:
+        if temperature == 0.5 and not self.tempered:
             pytest.skip("it has no logprobs at other temperatures")
 
-        text = "aaaa bbbb aaaa bbbb"
+        text, count, entropy = "aaaa bbbb " * 5, 18, callable(loss)
 
         def step(sign: float, size: float) -> tuple[float, float | None]:
             policy = fresh()
             tokens = self.prompt(policy, text)
             datum = Datum(tokens, np.arange(tokens.size) > 0, {"weights": sign}, temperature=temperature)
             if loss == "topk_forward_kl":
-                targets = np.stack([tokens, np.roll(tokens, 1), np.full(tokens.size, -1)], axis=1)
-                teacher = np.tile(np.log(np.array([0.5, 0.25, 0.25], np.float32)), (tokens.size, 1))
+                targets = np.stack([np.roll(tokens, 3), np.full(tokens.size, -1), np.roll(tokens, 1), tokens], axis=1)
+                teacher = np.tile(np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32)), (tokens.size, 1))
                 datum = datum.with_inputs(target_tokens=targets, teacher_logprobs=teacher)
-            policy.forward_backward([datum], loss)
+            policy.forward_backward([datum] * count, loss, want=("entropy",) if entropy else ())
             norm = policy.optim_step(Adam(learning_rate=size * 1e8, beta1=0.0, beta2=0.0, eps=1e8)).result()
-            there = policy.forward([datum.with_inputs(weights=1.0)], loss).result()
+            there = policy.forward([datum.with_inputs(weights=1.0)] * count, loss).result()
             return there.metrics["loss:sum"], norm.get("grad_norm:mean")
 
         try:
@@ -77,8 +83,17 @@ class GradientTests(Harness):
             pytest.skip("it has no entropies")
         if norm is None:
             pytest.skip("its steps report no grad_norm:mean")
-        size = 0.05 * len(text) / norm**2  # the loss falls by a percent or so
+        size = 0.05 * count * len(text) / norm**2  # the loss falls by a percent or so
         assert (step(-1.0, size)[0] - step(1.0, size)[0]) / (2 * size) == pytest.approx(norm**2, rel=0.03)
+
+    def test_targets_of_minus_one_count_nothing(self, policy: TrainerBackend) -> None:
+        """Their logprob is 0 for the trainer."""
+        (datum,) = self.data(policy)[:1]
+        targets = np.stack([datum.tokens, np.full(len(datum), -1)], axis=1)
+        own, padded = (datum.with_inputs(target_tokens=x) for x in (targets[:, :1], targets))
+        values = [policy.forward([x], _sum_targets).result().metrics["loss:sum"] for x in (own, padded)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+        assert values[0] == pytest.approx(float(self.logprobs(policy, [datum])[0].sum()), rel=1e-4)
 
     def test_two_calls_equal_one(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Gradients of two calls add up to that of one call on all the data."""

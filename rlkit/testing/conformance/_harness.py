@@ -82,7 +82,9 @@ class Harness:
         """Return three samples of each of three prompts of different lengths, equal for backends that start alike."""
         params = SamplingParams(max_tokens=tokens, temperature=temperature, stop=())
         with policy.sampler().result() as sampler:
-            prompts = [self.prompt(policy, text) for text in ("ab", "hello 12", "1 + 2 = 3, and so on and on")]
+            prompts = [
+                self.prompt(policy, text) for text in ("ab", "hello 12", "1 + 2 = 3, and so on and on and on and on")
+            ]
             futures = [sampler.sample(p, params, n=3, seed=i) for i, p in enumerate(prompts)]
             return [sample for future in futures for sample in future.result()]
 
