@@ -124,6 +124,7 @@ def in_fork(job: Callable[[], bool], limit: int = LIMIT) -> str:
     child = os.fork()
     if child == 0:
         signal.setitimer(signal.ITIMER_PROF, limit)
+        signal.setitimer(signal.ITIMER_REAL, 5 * limit)  # what waits for ever takes no processor time
         resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -135,7 +136,7 @@ def in_fork(job: Callable[[], bool], limit: int = LIMIT) -> str:
             os._exit(0 if passed else 1)
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
-        return "timeout" if os.WTERMSIG(status) == signal.SIGPROF else "crash"
+        return "timeout" if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM) else "crash"
     return "survived" if os.WEXITSTATUS(status) == 0 else "killed"
 
 
