@@ -21,9 +21,9 @@ U = TypeVar("U")
 class Future(Generic[T]):
     """A value that is being computed.
 
-    Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting but never the work, so that a
-    training call cannot be lost from the middle of a sequence. Only a sampler's request can stop: when you call
-    ``cancel()``, forget its future, or interrupt the last wait with Ctrl-C.
+    Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting but never a training call, so
+    that none is lost from the middle of a sequence. Only a sampler's request can stop: when you call ``cancel()``, when
+    nothing refers to its future any more, or when you interrupt the last wait with Ctrl-C.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
     ``TaskGroup.create_task`` need a coroutine; wrap the future in one: ``async def value(): return await future``.

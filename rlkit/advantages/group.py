@@ -1,23 +1,25 @@
 """Advantages of samples relative to the other samples of the same prompt.
 
 An estimator is a pure function from rewards to advantages: ``grpo([[1.0, 0.0], [0.0, 0.0, 1.0]])``. It gets all groups
-of a batch at once, as one group [G], groups of one size [B, G], or a list of groups [G_i], and returns one float64 per
-reward in the same form, 0 for a reward of NaN: such a sample could not be scored. Settings go by keyword. It knows no
-tokens: ``rlkit.credit.assign`` calls it with a list of arrays, one per group (and with ``lengths`` in the same form, if
-it has a parameter of that name), and gives the advantage of a sample to its tokens.
+of a batch at once, as one group [G], groups of equal size [B, G], or a list of groups [G_i], and returns one float64
+per reward, 0 for a reward of NaN: such a sample could not be scored. The result has the same form; it is a list, or a
+matrix where all groups of a list have one size. Settings go by keyword. An estimator knows no tokens:
+``rlkit.credit.assign`` calls it with a list of arrays, one per group (and with ``lengths`` in the same form, if it has
+a parameter of that name), and gives the advantage of a sample to its tokens. ``gdpo``, ``step_wise_grpo`` and
+``hierarchical_grpo`` take or return more.
 
 Most estimators below take three steps:
 
 1. ``read_rewards`` checks the shared settings and reads the rewards. ``rows.flat`` [N] then holds all samples, group
    after group, NaN where a sample could not be scored.
 2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. A
-   row of ``Rows`` is a group. Its statistics skip NaN, and give exactly 0 for equal rewards. A rounded mean would leave
-   small errors, and a deviation near 0 would make them large.
-3. ``finish`` gives unscored samples 0, applies the rule for groups of one, and returns the form that was given.
+   row of ``Rows`` is a group. Its statistics skip NaN; centred rewards and deviations are exactly 0 for equal rewards,
+   where a rounded mean would leave small errors, and a deviation near 0 would make them large.
+3. ``finish`` gives unscored samples 0, applies the rule for groups with one sample, and returns the form given.
 
-``@register("name")`` adds an estimator, so that ``assign`` and recipes find it by name. A function that looks at one
-group becomes an estimator with ``@per_group``, and needs it: given groups of one size as a list, numpy would take them
-for one matrix.
+``@register("name")``, written above ``@per_group``, adds an estimator, so that ``assign`` and recipes find it by name.
+A function that looks at one group becomes an estimator with ``@per_group``, and needs it: of a list of groups of equal
+size numpy would compute one mean over all.
 """
 
 from __future__ import annotations
@@ -788,17 +790,19 @@ def per_group(function: Callable[..., object]) -> Callable[..., Arrays]:
     """Decorate a function of one group, so that it takes several groups, like all estimators of rlkit.
 
     Args:
-        function: of the rewards of one group, float64 [G], NaN where unscored, and of settings; it gives G advantages.
-            A setting named ``lengths``, tokens per sample, reaches it as float64 [G], too.
+        function: of the rewards of one group, float64 [G], and of settings; it gives G advantages. An unscored reward
+            is NaN: skip it, as ``np.nanmean`` does; its advantage becomes 0. A setting named ``lengths``, tokens per
+            sample, reaches it as float64 [G], too.
 
     Returns:
         A function of one group [G], of equal ones [B, G], or of a list of groups, which gives advantages of that form.
 
     Raises:
-        DataError: when it is called: rewards are not numbers, or ``function`` did not return G numbers.
+        DataError: when it is called: rewards are not numbers, or ``function`` did not return G finite numbers.
 
+    >>> import numpy as np
     >>> @per_group
-    ... def above_half(rewards, *, bonus=1.0): return bonus * (rewards > rewards.max() / 2)
+    ... def above_half(rewards, *, bonus=1.0): return bonus * (rewards > np.nanmax(rewards) / 2)
     >>> above_half([[1.0, 0.0], [8.0, 2.0, 5.0]], bonus=2.0)
     [array([2., 0.]), array([2., 0., 2.])]
     """

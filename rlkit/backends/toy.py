@@ -8,13 +8,16 @@ order of calls, accumulation, snapshots, saving, failures. This file shows each 
 - ``_step``, ``_drop``, ``_write``: the optimizer, forgetting the gradient, and the files of a saved state;
 - ``_snapshot``, ``_base``: samplers that later steps do not change, since an array of weights is never written to;
   ``_live``: one that ``update`` gives newer weights, here by opening the next snapshot;
-- ``_seeds``, the stream of seeds that a saved state continues; ``_wanted``, the names of further outputs, is inherited;
+- the attribute ``_seeds``: the stream of seeds that a saved state continues;
 - ``ToySampler``: samples that say how they were drawn, with the logprob of each token under the distribution that it
   was drawn from. It refuses the options that it lacks by name (``lacks=``).
 
-A backend needs all of these methods. ``rlkit.backends.trainer`` checks the calls, runs the methods one after the other
-in a thread, and keeps the order after a failure. ``@rlkit.backends.registry.register("name")`` makes ``connect`` find
-the class. ``rlkit.testing.BackendConformance`` tests whether it is right; its ``offers`` says which options it lacks.
+Your backend is a subclass of ``InProcessBackend`` with the seven methods above, all of them. ``_run`` is a generator;
+it returns ``assemble_output`` of the logprobs [n] and the parts of the loss. ``rlkit.backends.trainer`` checks the
+calls, runs the methods one after the other in a thread, counts ``version``, and keeps the order after a failure.
+``@rlkit.backends.registry.register("name")`` makes ``connect`` find the class once its module is imported.
+``rlkit.testing.BackendConformance`` tests whether it is right: ``offers = ()`` in its subclass says that your samplers
+refuse min_p and penalties, as these do.
 """
 
 from __future__ import annotations

@@ -7,13 +7,16 @@ A loss gets the n tokens that the policy chose in one datum, and returns the sum
         return -(weights * ratio.clamp(max=high) * advantages).sum()
 
 Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
-``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
-omit an input that has a default. An input named ``entropy`` [n] does not come from the datum: the model computes it.
-``weights``, () or [n], multiplies every term, and nothing else scales one; sum [n, K] over K before. Keyword-only
-parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or (scalar, metrics).
-``@loss(level="pair")`` gives it two datums at once, every argument a tuple of two, ``weights`` too; "batch" gives it
-all, every argument a list. ``@loss(elementwise=True)`` promises a sum over tokens, so that one call serves many datums;
-a mean is refused, since it would depend on how the batch is split.
+``target_logprobs`` [n, K] (0 where a target is -1) or ``values`` [n]. The other positional ones are inputs of the
+datums, [n] or (); beside [n, K] other logprobs are [n, K]. A datum may omit an input that has a default. An input named
+``entropy`` [n] does not come from the datum: the model computes it. Keyword-only parameters are settings, and
+``config`` sets them. A loss returns a scalar tensor, or (scalar, {name: number}).
+
+Multiply the term of each token by ``weights``, () or [n], and divide by no length or count; for [n, K] write
+``(weights * x.sum(-1)).sum()``. ``@loss(level="pair")`` gives a loss two datums at once, every argument a tuple of two;
+"batch" gives it a list of all datums with a token of the policy. There the default 1.0 of ``weights`` comes once for
+each datum. ``@loss(elementwise=True)`` says that the loss is a sum over tokens, so that one call may get the tokens of
+many datums; a trial with logprobs [n] that shows otherwise is a ConfigError.
 
 A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work
 (``InProcessBackend`` does both), then ``gradient(outputs, data)`` for each micro-batch, in which pairs stay whole, but
@@ -116,7 +119,7 @@ def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], 
     Args:
         level: "datum": called once per datum with tensors [n]. "pair": called once per two consecutive datums
             (chosen, rejected), every argument a tuple of two. "batch": called once with everything, every argument
-            a list with one tensor per datum.
+            a list with one tensor per datum that has a token of the policy.
         elementwise: the loss is a sum over tokens of a function of that token alone, so that one call on the
             concatenated tokens of many datums gives the same; only at level "datum". Tokens whose ``weights`` are 0
             are left out of that call, so that their results, however large, have no effect.
