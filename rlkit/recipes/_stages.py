@@ -15,7 +15,7 @@ from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.errors import ConfigError
 from rlkit.recipes import _models
-from rlkit.recipes._loop import evaluate, train
+from rlkit.recipes.loop import evaluate, train
 from rlkit.recipes.job import Job, build_job
 from rlkit.recipes.settings import Monitor, Settings, Teacher
 from rlkit.runs import Record, Retention, Run, beginning, records

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import json
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import numpy as np
 
 from rlkit import _check, _runtime, backends, storage, tracking
 from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
@@ -23,12 +25,22 @@ from rlkit.recipes import _models
 from rlkit.recipes import tasks as environments
 from rlkit.recipes._models import ChatOptions, PolicyOptions, Schedule
 from rlkit.recipes.data import Example, fit, read_examples, read_rows
-from rlkit.recipes.method import CORRECTIONS, Method, Operators, correction_of, notes, resolve
-from rlkit.recipes.settings import Algorithm, Experience, Format, Monitor, Settings, Synchronizer, Taskset, Teacher
+from rlkit.recipes.algorithms import Method, resolve
+from rlkit.recipes.settings import (
+    Algorithm,
+    Experience,
+    Format,
+    Monitor,
+    Operator,
+    Settings,
+    Synchronizer,
+    Taskset,
+    Teacher,
+)
 from rlkit.recipes.settings import check as check_keys
 from rlkit.recipes.tasks import MASKED
 from rlkit.rollouts import Plan
-from rlkit.trajectory import Group
+from rlkit.trajectory import Group, Trajectory
 from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
 
 __all__ = ["NOTE", "Job", "Learnt", "build_job", "check_rows", "make_plan"]
@@ -262,6 +274,100 @@ def _check_forms(name: str, given: Sequence[Format]) -> None:
                 raise ConfigError(f"{name}: format.{key}", what, "the same value everywhere", why)
 
 
+CORRECTIONS = (
+    *("token_tis", "sequence_tis", "icepop", "batch_normalized", "token_mask", "sequence_mask"),
+    *("geometric_sequence_mask", "outlier_veto"),
+)
+
+
+def choose_correction(name: str, method: Method, *, elsewhere: bool) -> str | None:
+    """Return the correction of ``rlkit.corrections`` for a run; None for none.
+
+    "auto" is ``token_tis`` if another engine than the backend's own samples (``elsewhere``), and the loss does not
+    correct by itself, as those with a ratio to the sampler's logprobs do: ppo, gspo, cispo, decoupled_ppo and others.
+    """
+    if name != "auto":
+        return None if name == "none" else name
+    recipe = method.recipe
+    corrects = "sampling_logprobs" in method.inputs and method.old_logprobs != "sampling_logprobs"
+    learns = recipe.rolls_out and recipe.advantage is not None and recipe.select != "best"  # which imitates
+    return "token_tis" if elsewhere and learns and not corrects else None
+
+
+def _keep_rewarded(group: Group, *, threshold: float = 0.0) -> Sequence[Trajectory]:
+    """Keep episodes with at least this reward."""
+    return [t for t in group.trajectories if t.reward >= threshold]
+
+
+def _keep_varied(group: Group, *, threshold: float = 0.0) -> Sequence[Trajectory]:
+    """Keep groups of two or more whose rewards deviate by more."""
+    return group.trajectories if len(group) > 1 and np.std(group.rewards) > threshold else []
+
+
+def _keep_mixed(
+    group: Group, *, metric_key: str = "accuracy", correct_threshold: float = 0.0
+) -> Sequence[Trajectory]:
+    """Keep groups with some, but not all, episodes above the threshold."""
+    right = sum(t.metrics.get(metric_key, t.reward) > correct_threshold for t in group.trajectories)
+    return group.trajectories if 0 < right < len(group) else []
+
+
+_FILTERS: Mapping[str, Callable[..., Sequence[Trajectory]]] = {
+    "reward_filter": _keep_rewarded,
+    "reward_std_filter": _keep_varied,
+    "dapo_dynamic_sampling": _keep_mixed,
+}
+_IDLE_OPERATORS = ("pass_rate_calculator", "invalid_reward_filter")  # tasks are shuffled; unscored episodes do not train
+
+
+@attrs.frozen(eq=False)
+class Operators:
+    """The operators of a run, in their order.
+
+    Attributes:
+        filters: functions of a group that return the trajectories to keep.
+        masks: whether answers that were cut are not trained on; they stay in their group's baseline.
+        unused: keys of operators without effect.
+    """
+
+    filters: Sequence[Callable[[Group], Sequence[Trajectory]]] = ()
+    masks: bool = False
+    unused: Sequence[str] = ()
+
+    def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups with the kept trajectories, and how many were dropped."""
+        before, left = sum(map(len, groups)), list(groups)
+        for keep in self.filters:
+            pairs = [(group, list(keep(group))) for group in left]
+            left = [attrs.evolve(group, trajectories=kept) for group, kept in pairs if kept]
+        numbers = {"filter/operators": float(before - sum(map(len, left)))} if self.filters else {}
+        return left, numbers
+
+
+def read_operators(given: Sequence[Operator]) -> Operators:
+    """Return the operators that settings name. Raises ConfigError: one is unknown, or has another argument."""
+    filters, masks, unused = list[Callable[[Group], Sequence[Trajectory]]](), False, list[str]()
+    for i, operator in enumerate(given):
+        where, name = f"data_processor.experience_pipeline.operators[{i}]", operator.name
+        if name in _IDLE_OPERATORS:
+            unused.append(where)
+            continue
+        if name not in (*_FILTERS, "mask_response_truncated"):
+            near = _check.suggest(name, [*_FILTERS, "mask_response_truncated", *_IDLE_OPERATORS])
+            raise ConfigError(f"{where}.name: unknown operator {name!r}{near}")
+        known = list(inspect.signature(_FILTERS[name]).parameters)[1:] if name in _FILTERS else []
+        for key, value in operator.args.items():
+            if key not in known:
+                raise ConfigError(f"{where}.args.{key}: unknown setting{_check.suggest(key, known)}")
+            if key != "metric_key":
+                _check.real(f"{where}.args.{key}", value)
+        if name == "mask_response_truncated":
+            masks = True
+        else:
+            filters.append(functools.partial(_FILTERS[name], **operator.args))
+    return Operators(filters, masks, unused)
+
+
 NOTE = 15
 """A level of logging between DEBUG and INFO: the output of ``--check``."""
 
@@ -292,7 +398,7 @@ class Job:
         stored: groups to train from, or None.
         operators: operations on groups before they train.
         masked: names of environments whose answers do not train where they were cut.
-        correction: of ``rlkit.recipes.method.CORRECTIONS``, or None.
+        correction: of ``CORRECTIONS``, or None.
         policy, chat, critic, teacher: the models; None if the method does not use it.
         schedule: the optimizer's steps.
     """
@@ -335,7 +441,7 @@ def build_job(settings: Settings) -> Job:
     _check.choice("algorithm.correction", algorithm.correction, ("auto", "none", *CORRECTIONS))
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
     _check_numbers(settings)
-    operators = Operators.of(settings.data_processor.experience_pipeline.operators)
+    operators = read_operators(settings.data_processor.experience_pipeline.operators)
     without_effect = [*settings.without_effect, *method.unused, *operators.unused]
     policy, engine, inputs = _models.policy_options(settings), settings.explorer.rollout_model, buffer.explorer_input
     tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
@@ -364,7 +470,7 @@ def build_job(settings: Settings) -> Job:
         _check_sampling(settings, method, mode, policy.backend, plan.params)
         _check_staleness(algorithm, settings.synchronizer)
     _check_tracker(settings.monitor)
-    _log_foreign(without_effect, not_followed, notes(algorithm, method))
+    _log_foreign(without_effect, not_followed)
     return Job(
         settings=settings,
         method=method,
@@ -377,7 +483,7 @@ def build_job(settings: Settings) -> Job:
         stored=stored,
         operators=operators,
         masked=_find_masked(tasksets, inputs.default_workflow_type),
-        correction=correction_of(algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None),
+        correction=choose_correction(algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None),
         policy=policy,
         chat=_models.chat_options(settings.model, engine, forms[0]),
         critic=critic,
@@ -408,10 +514,8 @@ def _find_masked(tasksets: Sequence[Taskset], default: str | None) -> frozenset[
     return frozenset(each.name for each in tasksets if (each.default_workflow_type or default) in MASKED)
 
 
-def _log_foreign(without_effect: Sequence[str], not_followed: Sequence[str], notes: Sequence[str]) -> None:
+def _log_foreign(without_effect: Sequence[str], not_followed: Sequence[str]) -> None:
     """Log keys of a Trinity-RFT file that have less effect here; last those that change the training.
-
-    Notes on Trinity's defaults are for files that have keys of Trinity's alone, and otherwise for ``--check``.
     """
     for text in without_effect:
         logger.debug("without effect: %s", text)
@@ -419,8 +523,6 @@ def _log_foreign(without_effect: Sequence[str], not_followed: Sequence[str], not
         logger.info(
             "without effect: %d keys, none of which changes training; --verbose lists them", len(without_effect)
         )
-    for text in notes:
-        logger.log(logging.WARNING if without_effect or not_followed else NOTE, "%s", text)
     for text in not_followed:
         logger.warning("changes training in Trinity-RFT, but is not supported: %s", text)
 

@@ -24,7 +24,6 @@ import attrs
 
 from rlkit import _files, config
 from rlkit.errors import ConfigError
-from rlkit.recipes._hints import HINT
 from rlkit.types import OPTIONAL_OPTIONS
 
 __all__ = ["TABLE", "Algorithm", "Settings", "Taskset", "check", "load", "table"]
@@ -236,7 +235,7 @@ class TrainerInput(Section):
 
 @attrs.frozen
 class Operator(Section):
-    """One operator: see ``rlkit.recipes.method``."""
+    """One operator: see ``rlkit.recipes.job``."""
 
     name: str = ""
     args: Mapping[str, object] = attrs.Factory(dict)
@@ -307,7 +306,6 @@ class Algorithm(Section):
     bypass_old_logprobs: bool = True
     sample_strategy: Literal["default", "warmup", "mix", "staleness_control"] | None = None
     sample_strategy_args: Mapping[str, object] | None = None
-    hint: str = HINT
     correction: str = "auto"
 
 
