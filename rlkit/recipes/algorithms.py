@@ -161,37 +161,35 @@ registry.update({
 registry["grpo_verl"] = registry["grpo"]
 
 # Trinity-RFT's name -> rlkit's.
+# fmt: off
 ESTIMATORS = {
-    **{"reinforceplusplus": "reinforce_pp", "on_policy_distill": "on_policy_distillation", "ppo": "gae"},
-    **{"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre", "clipb": "grpo", "clipv": "grpo"},
+    "reinforceplusplus": "reinforce_pp", "on_policy_distill": "on_policy_distillation", "ppo": "gae",
+    "grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre", "clipb": "grpo", "clipv": "grpo",
 }
 MASKS = {"clipb": "clip_b", "clipv": "clip_v"}
 LOSSES = {"sft": "cross_entropy", "mix_chord": "mix", "vanilla": "reinforce"}
 KL = {"low_var_kl": "clamped", "corrected_k3": "ratio_corrected"}
 ESTIMATOR_ARGS = {
-    **{"epsilon": "eps", "std_cal_level": "scale", "std_normalize": "normalize", "fnorm": "scale"},
-    **{"opmd_baseline": "baseline", "baseline_shift": "shift", "kl_coef": "coef", "lambda_coef": "beta"},
-    **{"enable_step_norm": "step_norm"},
+    "epsilon": "eps", "std_cal_level": "scale", "std_normalize": "normalize", "fnorm": "scale", "kl_coef": "coef",
+    "opmd_baseline": "baseline", "baseline_shift": "shift", "lambda_coef": "beta", "enable_step_norm": "step_norm",
 }
 LOSS_ARGS = {
-    **{"clip_ratio_c": "dual_clip", "temp": "temperature", "enable_phi_function": "phi"},
-    **{"advantage_threshold": "threshold", "delta_sequence_masking": "delta", "enable_mask_clip": "unified_mask"},
+    "clip_ratio_c": "dual_clip", "temp": "temperature", "enable_phi_function": "phi",
+    "enable_mask_clip": "unified_mask", "advantage_threshold": "threshold", "delta_sequence_masking": "delta",
 }
-# Distances to 1, as bounds on the ratio itself.
-BOUNDS = {
-    **{"clip_range": ("low", "high"), "clip_range_low": ("low",), "epsilon_low": ("low",)},
-    **{"clip_range_high": ("high",), "epsilon_high": ("high",)},
+BOUNDS = {  # distances to 1, as bounds on the ratio itself
+    "clip_range": ("low", "high"), "clip_range_low": ("low",), "epsilon_low": ("low",),
+    "clip_range_high": ("high",), "epsilon_high": ("high",),
 }
-# They set sizes of micro-batches and names of fields; the weights of tokens here do not depend on these.
-IGNORED_ARGS = {
-    *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer", "chunk_size"),
-    *("train_batch_size_usual", "train_batch_size_expert", "step_reward_key", "env_state_hash_key"),
+IGNORED_ARGS = {  # sizes of micro-batches and names of fields, on which the weights of tokens here do not depend
+    "use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer", "chunk_size",
+    "train_batch_size_usual", "train_batch_size_expert", "step_reward_key", "env_state_hash_key",
 }
-# They would change training: only these values are taken.
-NEUTRAL_ARGS = {
-    **{"rank_penalty": None, "duplicate_experiences": False, "temperature": 1.0, "cutoff_prob": 1.0},
-    **{"fallback_to_policy_gradient": False, "enable_sequence_masking": False},
+NEUTRAL_ARGS = {  # other values would change training
+    "rank_penalty": None, "duplicate_experiences": False, "temperature": 1.0, "cutoff_prob": 1.0,
+    "fallback_to_policy_gradient": False, "enable_sequence_masking": False,
 }
+# fmt: on
 _PENALTIES = ("k1", "k2", "k3", "abs", *KL)
 _MU = ("mu_warmup_steps", "mu_decay_steps", "mu_peak", "mu_valley")
 _TOKENWISE = ("rewards", "values", "teacher_logprobs", "sampling_logprobs", "reference_logprobs")
@@ -319,7 +317,7 @@ def _replace_parts(settings: Algorithm) -> Recipe:
         args, level = ({}, _guess_level(advantage)) if first is None else (first.advantage_args, first.level)
         row = attrs.evolve(row, advantage=advantage, advantage_args=args, level=level)
     if settings.policy_loss_fn is not None and (loss != row.loss or name == "mix_chord"):  # two rows have the loss mix
-        named = registry[name] if name in registry else None
+        named = registry.get(name)
         same = named is not None and named.loss == loss
         row = attrs.evolve(row, loss=loss, loss_args=named.loss_args if named is not None and same else {})
     return row if settings.repeat_times is None else attrs.evolve(row, repeat_times=settings.repeat_times)
@@ -443,7 +441,7 @@ def _list_settings(function: Callable[..., Any]) -> list[str]:
 
 def _add_advantage_args(
     row: Recipe, settings: Algorithm, unused: list[str]
-) -> tuple[Recipe, float | None, dict[str, float]]:
+) -> tuple[Recipe, float | None, dict[str, Any]]:
     """Return the row with the estimator's arguments, the threshold of groups that train, and the mask's arguments."""
     where, given, made = "advantage_fn_args", dict(settings.advantage_fn_args or {}), dict[str, Any]()
     threshold = given.pop("std_threshold", None)
@@ -453,7 +451,7 @@ def _add_advantage_args(
             raise _refuse(where, given, f"{settings.algorithm_type} has no advantages")
         return row, threshold, {}
     masking = settings.advantage_fn in MASKS
-    mask_args = {name: given.pop(name) for name in ("mu", "max_fraction") if masking and name in given}
+    mask_args: dict[str, Any] = {name: given.pop(name) for name in ("mu", "max_fraction") if masking and name in given}
     known = _list_settings(advantages.registry.resolve(row.advantage))
     for name, value in given.items():
         found = _rename(where, name, value, ESTIMATOR_ARGS, known, unused)
@@ -493,8 +491,6 @@ def _read_coefficients(settings: Algorithm, row: Recipe) -> tuple[float, float, 
 def _read_expert_ratio(settings: Algorithm) -> float:
     """Return the share of demonstrations in a mixed batch."""
     where, args = "algorithm.sample_strategy_args.", dict(settings.sample_strategy_args or {})
-    if settings.sample_strategy == "staleness_control":
-        args.pop("max_staleness", None)  # compared with the section synchronizer, which is unknown here
     ratio, name = args.pop("expert_data_ratio", 0.5), args.pop("sft_dataset_name", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{where}sft_dataset_name", f"is {name!r}", "a name in auxiliary_buffers")

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -23,14 +22,12 @@ from rlkit.filters import zero_variance
 from rlkit.losses.prepare import marks
 from rlkit.recipes.algorithms import Method
 from rlkit.recipes.data import fit
+from rlkit.recipes.job import Job, read_critic_loss
 from rlkit.rollouts import AsyncRollouts, Plan, Rollouts, async_rollouts, rollout
 from rlkit.runs import Run
 from rlkit.tracking import mismatch_metrics, train_metrics
 from rlkit.trajectory import Group, Trajectory
 from rlkit.types import Datum, ForwardBackwardOutput
-
-if TYPE_CHECKING:
-    from rlkit.recipes.job import Job
 
 __all__ = ["assign_credit", "correct", "evaluate", "make_expert_items", "train", "weigh"]
 
@@ -69,7 +66,7 @@ def train(
         reference, teacher, critic: those that the job's method needs.
     """
     final: dict[str, str] = run.keep("final", {})  # steps -> the weights after them
-    chat = job.chat.chat(policy.tokenizer)
+    chat = job.chat(policy.tokenizer)
     rows = _make_rows(job, policy, reference, chat)
     parts = _Parts(job, run, policy, reference, teacher, critic, chat, rows)
     with _play_ahead(job, run, policy, chat) as batches:
@@ -123,10 +120,9 @@ def _evaluate_if_due(parts: _Parts, step: int) -> dict[str, float]:
 
 def _make_rows(job: Job, policy: TrainerBackend, reference: Sampler | None, chat: Chat) -> list[list[Datum]]:
     """Return the datums of the rows, with the reference's logprobs, which are computed once."""
-    learnt = job.learnt
-    if not learnt.rows:
+    if not job.rows.examples:
         return []
-    rows = fit(learnt.rows, chat, policy.max_length, learnt.leave_out, learnt.setting)
+    rows = fit(job.rows.examples, chat, policy.max_length, job.rows.leave_out, job.rows.setting)
     if reference is None:
         return rows
     found = reference_logprobs(reference, [datum for row in rows for datum in row]).result()
@@ -281,12 +277,12 @@ def _update(parts: _Parts, step: int, items: Sequence[Item]) -> dict[str, float]
             before = _measure_mismatch(part, output.selected, version)
     names = sorted({name for each in updates for name in each})
     means = {name: float(np.mean([each[name] for each in updates if name in each])) for name in names}
-    means |= {**before, "train/learning_rate": job.schedule.rate(step)}
+    means |= {**before, "train/learning_rate": job.rate(step)}
     return {**means, "train/updates": float(len(updates))}
 
 
 def _prepare_update(parts: _Parts, items: Sequence[Item]) -> tuple[Sequence[Item], dict[str, float]]:
-    """Score the items with the policy before its update: return them with correction weights, masks and old logprobs."""
+    """Score the items with the policy before its update; return them with corrections, masks and old logprobs."""
     job, method = parts.job, parts.job.method
     mask = method.entropy_mask
     want = {"clip_b": ("entropy",), "clip_v": ("entropy", "sum_p2", "sum_p2_logp")}.get(mask or "", ())
@@ -312,14 +308,15 @@ def _take_optimizer_step(
     mu = None if method.mu is None else method.mu(step)
     data = weigh(method, items, constant=float(job.settings.model.max_response_tokens), mu=mu)
     metrics = {} if mu is None else {"train/mu": mu}
-    if parts.critic is not None and job.critic is not None:
-        valued = parts.critic.forward_backward(data, config=job.critic.loss)
-        parts.critic.optim_step(job.schedule.adam(step, job.critic.rate)).result()
+    if parts.critic is not None:
+        rate, config = read_critic_loss(job.settings)
+        valued = parts.critic.forward_backward(data, config=config)
+        parts.critic.optim_step(job.adam(step, rate)).result()
         metrics["train/critic_loss"] = valued.result().metrics["loss:sum"]
-        if step < job.critic.warmup:
+        if step < job.settings.trainer.critic_warmup:
             return None, metrics
     output = policy.forward_backward(data, method.loss, config=method.loss_args)
-    update = policy.optim_step(job.schedule.adam(step))  # sent before the other is read
+    update = policy.optim_step(job.adam(step))  # sent before the other is read
     return output.result(), {**metrics, **train_metrics(data, output.result(), update.result())}
 
 
@@ -358,7 +355,7 @@ def correct(name: str, items: Sequence[Item], now: Sequence[np.ndarray]) -> tupl
 def mask_by_entropy(
     name: str, args: Mapping[str, float], items: Sequence[Item], output: ForwardBackwardOutput
 ) -> tuple[list[Item], dict[str, float]]:
-    """Drop tokens of samples by ``clip_b`` or ``clip_v``; return the items and "train/entropy_mask/mean", the kept share.
+    """Drop tokens of samples by ``clip_b`` or ``clip_v``; "train/entropy_mask/mean" is the share that is kept.
 
     Args:
         name: of ``rlkit.corrections``.

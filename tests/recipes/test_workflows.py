@@ -17,7 +17,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.envs import Action
 from rlkit.envs._prompts import named
-from rlkit.recipes import _models, _scoring, data, tasks
+from rlkit.recipes import data, tasks
 from rlkit.recipes.method import Operators, was_cut
 from rlkit.recipes.settings import ExplorerInput, Format, Operator, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
