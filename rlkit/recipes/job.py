@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit import _check, backends, schedules, storage
+from rlkit import _check, backends, schedules, storage, tracking
 from rlkit._interaction import Message, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tokenizers import tokenizer_from
@@ -222,6 +222,8 @@ def build_job(settings: Settings) -> Job:
     stored = _read_stored(settings.buffer.trainer_input.experience_buffer) if rolls_out and mode == "train" else None
     forms = [*([form] if form is not None else []), *environments.rendered_forms(inputs)]
     _check_forms(settings.name, forms)
+    if settings.monitor.monitor_type not in (None, "none"):
+        tracking.registry[settings.monitor.monitor_type]  # raises UnknownNameError
     _check_needs(settings, method, policy, mode)
     if source is not None:
         plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **_own_sampling(inputs.taskset)))
@@ -250,7 +252,8 @@ def build_job(settings: Settings) -> Job:
     job.adam(0)  # raises for a wrong number
     if "critic" in job.needs:
         choose_critic(settings, policy)
-    _log_ignored([*settings.without_effect, *method.unused, *operators.unused], settings.not_followed)
+    of_verl = ["trainer.trainer_config"] if settings.trainer.trainer_config.keys() - {"critic"} else []
+    _log_ignored([*settings.without_effect, *of_verl, *method.unused, *operators.unused], settings.not_followed)
     return job
 
 
@@ -281,6 +284,7 @@ def _check_numbers(settings: Settings) -> None:
     if len(optimizer.betas) != 2:
         raise ConfigError("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two")
     _check.choice("algorithm.correction", settings.algorithm.correction, ("auto", "none", *CORRECTIONS))
+    read_critic_loss(settings)
     steps, total = settings.trainer.total_steps, settings.buffer.total_steps
     if None not in (steps, total) and steps != total:
         raise ConfigError("trainer.total_steps", f"is {steps}", f"buffer.total_steps, {total}")
@@ -309,12 +313,9 @@ def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) 
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
         why = f"{algorithm.algorithm_type} learns from it"
         raise ConfigError("explorer.auxiliary_models", "is empty", "a teacher", why)
-    if policy.backend == "tinker":
-        why = "a Tinker service does not return whole distributions"
-        if algorithm.entropy_loss_fn == "exact":
-            raise ConfigError("algorithm.entropy_loss_fn", "is 'exact'", "default, the sampled estimate", why)
-        if method.entropy_mask is not None:
-            raise ConfigError("algorithm.advantage_fn", f"is {algorithm.advantage_fn!r}", "another backend", why)
+    if algorithm.entropy_loss_fn == "exact" and policy.backend == "tinker":
+        why = "a Tinker service does not return whole distributions; default is the sampled estimate"
+        raise ConfigError("algorithm.entropy_loss_fn", "is 'exact'", "default", why)
 
 
 def _own_sampling(taskset: Taskset | None) -> dict[str, Any]:
@@ -429,9 +430,10 @@ def choose_policy(settings: Settings) -> Policy:
         options["dtype"] = engine.dtype
     seed = engine.seed if settings.seed is None else settings.seed
     _check.check_keywords("options", backend, dict(settings.options))
+    options |= settings.options
     if settings.options and hasattr(backend, "check_options"):
-        backend.check_options(**options, **settings.options)
-    return Policy(name, {**options, **settings.options}, seed)
+        backend.check_options(**options)
+    return Policy(name, options, seed)
 
 
 def _choose_tinker_options(model: Model) -> dict[str, object]:
@@ -461,7 +463,6 @@ def choose_lora(model: Model) -> Lora:
 def choose_critic(settings: Settings, policy: Policy) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``Run.critic``. Raises ConfigError: there is no model for it."""
     model, dtype = settings.model, settings.explorer.rollout_model.dtype
-    read_critic_loss(settings)
     path = model.critic_model_path
     if path == "toy" or (path is None and policy.backend == "toy"):
         return "toy", {}

@@ -12,11 +12,12 @@ import numpy as np
 
 from rlkit import corrections, credit, losses
 from rlkit.backends import reference_logprobs
-from rlkit.backends.protocol import Sampler, TrainerBackend
+from rlkit.backends.protocol import Sampler, TopK, TrainerBackend
 from rlkit.chat import Chat
 from rlkit.credit import Batch, Item, minibatches, multiply_weights
 from rlkit.critics import Critic
 from rlkit.envs import Task, TaskSource
+from rlkit.errors import UnsupportedError
 from rlkit.evaluation import evaluate_sync
 from rlkit.filters import zero_variance
 from rlkit.losses.prepare import marks
@@ -31,6 +32,8 @@ from rlkit.types import Datum, ForwardBackwardOutput
 
 __all__ = ["assign_credit", "correct", "evaluate", "make_expert_items", "train", "weigh"]
 
+ENTROPY_MASKS = {"clip_b": ("entropy",), "clip_v": ("entropy", "sum_p2", "sum_p2_logp")}
+"""Masks of ``rlkit.corrections`` -> what they read of each token's distribution."""
 _ROUNDS = 4  # of playing further tasks in the place of groups whose rewards do not differ
 
 
@@ -283,21 +286,47 @@ def _update(parts: _Parts, step: int, items: Sequence[Item]) -> dict[str, float]
 
 def _prepare_update(parts: _Parts, items: Sequence[Item]) -> tuple[Sequence[Item], dict[str, float]]:
     """Score the items with the policy before its update; return them with corrections, masks and old logprobs."""
-    job, method = parts.job, parts.job.method
-    mask = method.entropy_mask
-    want = {"clip_b": ("entropy",), "clip_v": ("entropy", "sum_p2", "sum_p2_logp")}.get(mask or "", ())
-    output = parts.policy.forward([datum for item in items for datum in item.data], want=want).result()
-    metrics = _measure_mismatch(items, output.selected, parts.policy.version)
+    job, method, policy = parts.job, parts.job.method, parts.policy
+    data = [datum for item in items for datum in item.data]
+    distributions = None
+    if method.entropy_mask is not None and job.policy.backend == "tinker":
+        distributions = _estimate_distributions(policy, data)
+    want = ENTROPY_MASKS[method.entropy_mask] if method.entropy_mask is not None and distributions is None else ()
+    output = policy.forward(data, want=want).result()
+    metrics = _measure_mismatch(items, output.selected, policy.version)
     if job.correction is not None:
         items, more = correct(job.correction, items, output.selected)
         metrics |= more
-    if mask is not None:
-        items, more = mask_by_entropy(mask, method.entropy_mask_args, items, output)
+    if method.entropy_mask is not None:
+        if distributions is None:
+            distributions = {
+                name: [d.select(row) for d, row in zip(data, output.outputs[name], strict=True)] for name in want
+            }
+        items, more = mask_by_entropy(method, items, output.selected, distributions)
         metrics |= more
     if method.old_logprobs is not None:
         rows = _add_input([item.data for item in items], method.old_logprobs, output.selected)
         items = [attrs.evolve(item, data=row) for item, row in zip(items, rows, strict=True)]
     return items, metrics
+
+
+def _estimate_distributions(policy: TrainerBackend, data: Sequence[Datum]) -> dict[str, list[np.ndarray]]:
+    """Return what ``forward(want=)`` would, from the 20 most probable tokens, which is all that a service gives.
+
+    The remaining probability counts as one token, so an entropy is a lower bound.
+    """
+    with policy.sampler().result() as sampler:
+        if not isinstance(sampler, TopK):
+            raise UnsupportedError("this sampler does not give the most probable tokens")
+        waiting = [sampler.top_logprobs(datum.tokens, 20) for datum in data]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in ENTROPY_MASKS["clip_v"]}
+        for datum, future in zip(data, waiting, strict=True):
+            best = datum.select(future.result()[1]).astype(np.float64)
+            p, rest = np.exp(best), np.clip(1 - np.exp(best).sum(-1), 1e-12, None)
+            found["entropy"].append(np.clip(-(p * best).sum(-1) - rest * np.log(rest), 0.0, None))
+            found["sum_p2"].append(np.clip((p**2).sum(-1), 1e-12, 1.0))
+            found["sum_p2_logp"].append((p**2 * best).sum(-1))
+    return found
 
 
 def _take_optimizer_step(
@@ -353,24 +382,26 @@ def correct(name: str, items: Sequence[Item], now: Sequence[np.ndarray]) -> tupl
 
 
 def mask_by_entropy(
-    name: str, args: Mapping[str, float], items: Sequence[Item], output: ForwardBackwardOutput
+    method: Method, items: Sequence[Item], now: Sequence[np.ndarray], distributions: Mapping[str, Sequence[np.ndarray]]
 ) -> tuple[list[Item], dict[str, float]]:
     """Drop tokens of samples by ``clip_b`` or ``clip_v``; "train/entropy_mask/mean" is the share that is kept.
 
     Args:
-        name: of ``rlkit.corrections``.
-        args: its settings.
+        method: names the mask and its settings.
         items: of a step; demonstrations among them are unchanged.
-        output: of the policy before it is updated, on all datums of the items.
+        now: float32 [n] of each datum, the logprobs of the policy before it is updated.
+        distributions: "entropy", and for ``clip_v`` "sum_p2" and "sum_p2_logp", [n] of each datum.
     """
-    sampled = _pair_samples(items, output.selected)
+    sampled = _pair_samples(items, now)
     advantages = [datum.select(datum.inputs["advantages"]) for datum, _ in sampled]
-    given = {}
-    for key, rows in output.outputs.items():
-        chosen = [row[mask] for row, mask in zip(rows, output.masks, strict=True)]
-        given[key] = [row for _, row in _pair_samples(items, chosen)]
-    logprobs = [row for _, row in sampled]
-    weights = getattr(corrections, name)(logprobs=logprobs, advantages=advantages, **given, **args)
+    names = ENTROPY_MASKS[str(method.entropy_mask)]
+    given = {name: [row for _, row in _pair_samples(items, distributions[name])] for name in names}
+    weights = getattr(corrections, str(method.entropy_mask))(
+        logprobs=[np.minimum(row, 0.0) for _, row in sampled],
+        advantages=advantages,
+        **given,
+        **method.entropy_mask_args,
+    )
     return _multiply(items, weights, "entropy_mask", ("mean",))
 
 

@@ -26,6 +26,7 @@ __all__ = ["Algorithm", "Settings", "Taskset", "load"]
 # pattern takes no key that is close to one of the section's own: that is a typing error.
 IGNORED = {
     "Settings": "cluster service checkpoint_job_dir ray_* ignore_validator_*",
+    "Algorithm": "sample_strategy",  # the algorithm has one
     "Model": "enable_prompt_truncation logprobs *_loras",
     "LoraConfig": "base_model_name lora_dtype is_dummy",
     "Buffer": "explorer_output tokenizer_path cache_dir",
@@ -89,7 +90,7 @@ def _leave_out(kind: type, values: object, where: str, ignored: list[str], not_f
             if name in NOT_FOLLOWED.get(kind.__name__, "").split():
                 shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
                 not_followed += [path] if _is_on(value) and not shuffled else []
-            elif value is not None:
+            elif value is not None and name not in REFUSED.get(kind.__name__, "").split():  # which is off
                 ignored.append(path)
             continue
         kept[key] = value
@@ -115,7 +116,7 @@ def _may_leave_out(section: str, name: str, value: object, path: str, known: Map
             raise ConfigError(path, f"is {value!r}", "no value", "rlkit does not support what it switches on")
         return True
     patterns = f"{NOT_FOLLOWED.get(section, '')} {IGNORED.get(section, '')}".split()
-    if name in patterns or patterns == ["*"]:
+    if name in patterns:
         return True
     return any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(name, known)
 
@@ -290,7 +291,6 @@ class Algorithm:
     entropy_loss_fn_args: Mapping[str, Any] | None = None  # entropy_coef, by default 0
     loss_agg_mode: str | None = None  # a mode of ``advantages.token_weights``, over each optimizer step
     bypass_old_logprobs: bool = True  # false: ratios are to the policy before the step's first update
-    sample_strategy: Literal["default", "warmup", "mix"] | None = None  # set by the algorithm
     sample_strategy_args: Mapping[str, object] | None = None  # of mix: expert_data_ratio, sft_dataset_name
     correction: str = "auto"  # auto, none, or a name of ``rlkit.corrections``
 
@@ -487,5 +487,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Setti
     ignored, not_followed = list[str](), list[str]()
     given = _leave_out(Settings, _files.read(path, overrides), "", ignored, not_followed)
     settings: Settings = config.structure(Settings, given)
-    ignored, not_followed = [*settings.without_effect, *ignored], [*settings.not_followed, *not_followed]
-    return attrs.evolve(settings, without_effect=ignored, not_followed=not_followed)
+    return attrs.evolve(
+        settings,
+        without_effect=(*settings.without_effect, *ignored),
+        not_followed=(*settings.not_followed, *not_followed),
+    )

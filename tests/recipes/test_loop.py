@@ -62,7 +62,7 @@ HARD = [
 ]
 
 
-def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
+def test_a_run_that_is_truncated_off_is_the_whole_one(tmp_path, monkeypatch):
     """On the two-layer model, with a critic, batches under way, minibatches, penalties and a schedule: bit for bit."""
     whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=4))
     for step in (1, 3):
@@ -141,13 +141,16 @@ def test_which_snapshot_samples(tmp_path, interval, offset):
         ([], [1.0, 1.0, 1.0, 1.0, 1.0]),
         (["lr_warmup_steps=2"], [0.5, 1.0, 1.0, 1.0, 1.0]),
         (["lr_warmup_steps_ratio=0.4", "lr_scheduler_type=linear", "min_lr_ratio=0"], [0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
-        (["warmup_style=cosine", "min_lr_ratio=0.2"], [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]),
+        (
+            ["lr_scheduler_type=cosine", "min_lr_ratio=0.2"],
+            [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)],
+        ),
     ],
 )
 def test_learning_rates(tmp_path, overrides, expected):
-    schedule = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5)).schedule
-    assert [schedule.rate(step) / schedule.settings.lr for step in range(5)] == pytest.approx(expected)
-    adam = schedule.adam(0)
+    job = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5))
+    assert [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)] == pytest.approx(expected)
+    adam = job.adam(0)
     assert (adam.beta1, adam.beta2, adam.weight_decay, adam.grad_clip_norm) == (0.9, 0.999, 0.0, 1.0)
 
 
@@ -334,7 +337,9 @@ def test_corrections_multiply_weights(tmp_path):
     import numpy as np
 
     from rlkit.credit import Item
-    from rlkit.recipes.method import correct, correction_of, resolve
+    from rlkit.recipes.algorithms import resolve
+    from rlkit.recipes.job import _choose_correction
+    from rlkit.recipes.loop import correct
     from rlkit.recipes.settings import Algorithm
 
     rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
@@ -352,7 +357,7 @@ def test_corrections_multiply_weights(tmp_path):
     assert (metrics["train/correction/min"], metrics["train/correction/max"]) == pytest.approx((0.25, 1.5))
 
     def auto(name="auto", elsewhere=True, **settings):
-        return correction_of(name, resolve(Algorithm(**settings)), elsewhere=elsewhere)
+        return _choose_correction(name, resolve(Algorithm(**settings)), elsewhere=elsewhere)
 
     assert auto(algorithm_type="opmd") == "token_tis"
     assert auto(algorithm_type="opmd", elsewhere=False) is None
