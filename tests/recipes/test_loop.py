@@ -62,7 +62,7 @@ HARD = [
 ]
 
 
-def test_a_run_that_is_truncated_off_is_the_whole_one(tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
     """On the two-layer model, with a critic, batches under way, minibatches, penalties and a schedule: bit for bit."""
     whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=4))
     for step in (1, 3):
@@ -368,3 +368,60 @@ def test_corrections_multiply_weights(tmp_path):
     assert auto(algorithm_type="raft") is auto(algorithm_type="sft") is None
     with pytest.raises(rlkit.ConfigError, match=r"algorithm\.correction"):
         played(tmp_path / "none", "algorithm.correction=tis", steps=1)
+
+
+def test_entropy_masks_drop_tokens(tmp_path):
+    """As ``clip_b`` and ``clip_v`` say for the policy before the update; a row of demonstrations stays."""
+    import types
+
+    import numpy as np
+
+    from rlkit import corrections
+    from rlkit.credit import Item
+    from rlkit.recipes.algorithms import resolve
+    from rlkit.recipes.loop import _estimate_distributions, mask_by_entropy
+    from rlkit.recipes.settings import Algorithm
+
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(6), size=5)
+    exact = {"entropy": -(p * np.log(p)).sum(-1), "sum_p2": (p**2).sum(-1), "sum_p2_logp": (p**2 * np.log(p)).sum(-1)}
+    datum = rlkit.Datum([7, 0, 1, 2, 3], [0, 1, 1, 1, 1], {"advantages": [-1.0, -1.0, -1.0, 1.0], "weights": 0.5})
+    now = np.log(p[[1, 2, 3, 4], [0, 1, 2, 3]]).astype(np.float32)
+
+    class Sampler:
+        def top_logprobs(self, tokens, k):
+            order = np.argsort(-p, axis=1)
+            return rlkit.Future.of((order, np.take_along_axis(np.log(p), order, 1).astype(np.float32)))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    policy = types.SimpleNamespace(sampler=lambda: rlkit.Future.of(Sampler()))
+    found = _estimate_distributions(policy, [datum])
+    for name, values in exact.items():
+        assert found[name][0] == pytest.approx(values[1:], abs=1e-5), name
+    for kind, args in (("clipb", {"mu": 0.5}), ("clipv", {"mu": 0.5, "max_fraction": 0.5})):
+        method = resolve(Algorithm(algorithm_type="grpo", advantage_fn=kind, advantage_fn_args=args))
+        names = ("entropy",) if kind == "clipb" else tuple(exact)
+        given = {name: [exact[name][1:]] for name in names} | {
+            "logprobs": [now],
+            "advantages": [[-1.0, -1.0, -1.0, 1.0]],
+        }
+        (factors,) = getattr(corrections, method.entropy_mask)(**given, **args)
+        shown = rlkit.Datum([7, 0], [0, 1], {"advantages": [0.0]})
+        items, metrics = mask_by_entropy(
+            method,
+            [Item([datum], 0, object()), Item([shown], 1)],
+            [now, np.zeros(1)],
+            {name: [*rows, np.ones(1)] for name, rows in found.items()},
+        )
+        weights = items[0].data[0]
+        assert weights.select(weights.inputs["weights"]) == pytest.approx(0.5 * factors)
+        assert metrics["train/entropy_mask/mean"] == pytest.approx(factors.mean())
+        assert 0 < factors.mean() < 1
+        assert "weights" not in items[1].data[0].inputs
+    rows = steps_of(played(tmp_path, "algorithm.advantage_fn=clipb", "algorithm.advantage_fn_args.mu=0.1", steps=1))
+    assert 0 < rows[0]["train/entropy_mask/mean"] < 1

@@ -206,6 +206,20 @@ def test_files_that_train(backend, tmp_path, stored, model):
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
+@for_each("name", LOADED)
+def test_files_that_load(name, tmp_path_factory, stored):
+    """All keys and values are read, before anything is connected."""
+    folder = tmp_path_factory.mktemp("file")
+    given = placed(FILES[name], folder)
+    trainer = given.get("buffer", {}).get("trainer_input", {})
+    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
+        trainer["experience_buffer"]["path"] = str(stored)
+    (folder / "run.yaml").write_text(json.dumps(given), "utf-8")
+    own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
+    (job,) = recipes.check(recipes.load(folder / "run.yaml", own))
+    assert job.config["algorithm"]["algorithm_type"] == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
+
+
 @for_each("name", REFUSED)
 def test_files_that_are_refused(name, tmp_path_factory):
     """For what they really need; with that left out, no other key of theirs is in the way."""
