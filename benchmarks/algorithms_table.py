@@ -205,9 +205,7 @@ def shown(row: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", default=["toy", "local", "fake"], choices=list(RATES))
-    parser.add_argument(
-        "--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in ALIASES]
-    )
+    parser.add_argument("--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in ALIASES])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
