@@ -39,7 +39,7 @@ NEEDS = {  # what each of the others needs -> what the message names, and the fi
         "examples/agentscope_tool_react/agentscopev1_tool_react_dapo",
         "examples/agentscope_websearch/agentscopev1_websearch_agent",
     ],
-    "a workflow of its own": [
+    "a separate workflow": [
         *(WORKFLOW, "examples/bots/bots", "examples/bots/random", "examples/bots/ref_eval_collect"),
         *("examples/learn_to_ask/train", "examples/grpo_toolcall/toolace", "examples/mix_chord/mix_chord_toolace"),
     ],
