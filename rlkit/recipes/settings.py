@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from rlkit import _files, config
+from rlkit import config
 from rlkit.errors import ConfigError
 from rlkit.recipes._hints import HINT
 from rlkit.types import OPTIONAL_OPTIONS
@@ -513,6 +513,6 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Setti
     ('grpo', 8, 'checkpoints/rlkit/run')
     """
     left_out: list[str] = []
-    given = _leave_out(Settings, _files.read(path, overrides), "", left_out)
+    given = _leave_out(Settings, config.read(path, overrides), "", left_out)
     settings: Settings = config.structure(Settings, given)
     return attrs.evolve(settings, without_effect=(*settings.without_effect, *left_out))
