@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from rlkit import _files, config
+from rlkit import config
 from rlkit.errors import ConfigError
 from rlkit.types import OPTIONAL_OPTIONS
 
@@ -485,7 +485,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Setti
     ('grpo', 8, 'checkpoints/rlkit/run')
     """
     ignored, not_followed = list[str](), list[str]()
-    given = _leave_out(Settings, _files.read(path, overrides), "", ignored, not_followed)
+    given = _leave_out(Settings, config.read(path, overrides), "", ignored, not_followed)
     settings: Settings = config.structure(Settings, given)
     return attrs.evolve(
         settings,

@@ -24,7 +24,7 @@ from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.harnesses import Result, results
 from rlkit.report import _curves
 from rlkit.report.episodes import Episodes, chosen, packed, texts
-from rlkit.tracking import masked, read_metrics, surroundings
+from rlkit.tracking import mask, read_metrics, surroundings
 from rlkit.tracking.jsonl import FILES, MetricsRow, Vocabulary, lines, read_vocabulary
 from rlkit.trajectory import Group
 
@@ -58,14 +58,14 @@ class RunFolder:
     def config(self) -> object:
         """Return the settings, keys masked; {} if they are missing or cannot be read."""
         try:
-            config = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
+            config = plain(mask(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
             return {}
         return config if isinstance(config, dict) else {"config": config}
 
     def settings(self) -> object:
         """Return the settings of its policies and of their last requests, keys masked; {} where unknown."""
-        return plain(masked(surroundings.found_settings(self.path)))
+        return plain(mask(surroundings.found_settings(self.path)))
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (trajectories, bytes) of each line of trajectories, without making objects of them."""
@@ -190,7 +190,7 @@ def write(
         "benchmarks": [row for each in reversed(judged) for row in _benchmarks(each)],
         "config": run.config(),
         "settings": run.settings(),
-        "surroundings": plain(masked(surroundings.found(run.path))),
+        "surroundings": plain(mask(surroundings.found(run.path))),
         "index": episodes.index,
         "environments": episodes.environments,
         "endings": episodes.endings,

@@ -17,7 +17,6 @@ import attrs
 from rlkit import _check
 from rlkit._files import plain, replacing
 from rlkit._runtime import warn
-from rlkit._secrets import SECRET
 from rlkit._seeds import resolve_seed
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.runs.record import CHECKPOINTS, POLICIES, Record, Stateful, capture, encode, restore
@@ -201,14 +200,11 @@ def _before(path: Path) -> object:
 
 def _plain(config: object) -> Mapping[str, object]:
     """Return ``config`` as it is written down, without what looks like a key."""
-    from rlkit.tracking import masked
+    from rlkit.tracking import mask
 
-    settings = config
-    if attrs.has(type(config)):  # without the values that ``rlkit.config.secret`` took from the environment
-        fields = cast("attrs.AttrsInstance", config)
-        settings = attrs.asdict(fields, filter=lambda field, _: SECRET not in field.metadata)
+    settings = attrs.asdict(cast("attrs.AttrsInstance", config)) if attrs.has(type(config)) else config
     _check.require(isinstance(settings, Mapping), "Run(config)", config, "a mapping or an attrs object")
-    return cast("Mapping[str, object]", plain(masked(settings)))
+    return cast("Mapping[str, object]", plain(mask(settings)))
 
 
 def _changes(before: object, now: object, where: str = "") -> Iterator[str]:

@@ -19,7 +19,7 @@ import attrs
 
 from rlkit import _files
 from rlkit._files import plain, replacing
-from rlkit._secrets import SECRET, masked
+from rlkit._secrets import mask
 
 __all__ = ["Settings", "found", "found_settings", "note"]
 
@@ -45,7 +45,7 @@ def found(folder: Path) -> dict[str, object]:
 
 
 def _now() -> dict[str, object]:
-    command = masked([Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else ["python"])
+    command = mask([Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else ["python"])
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     return {"started": started, "command": " ".join(map(str, command)), **_machine(), **_source(str(Path.cwd()))}
 
@@ -101,7 +101,7 @@ class Settings:
 
     def note(self, settings: Mapping[str, object]) -> None:
         """Write the settings if they have changed; ignore a folder that cannot be written, which is left to the run."""
-        now = plain(masked(_described(settings)))
+        now = plain(mask(_described(settings)))
         if now and now != self._noted:
             self._noted = now
             with contextlib.suppress(OSError), replacing(self._path) as temporary:
@@ -120,7 +120,7 @@ def found_settings(folder: Path) -> dict[str, object]:
 def _described(value: Any) -> object:
     """Return plain data: classes made with attrs as their fields, functions by name, other objects by their class."""
     if attrs.has(type(value)):
-        shown = attrs.asdict(value, recurse=False, filter=lambda field, _: SECRET not in field.metadata)
+        shown = attrs.asdict(value, recurse=False)
         return {name: _described(each) for name, each in shown.items()}
     if isinstance(value, Mapping):
         return {str(name): _described(each) for name, each in value.items()}
