@@ -85,7 +85,7 @@ def dump(config: Any) -> dict[str, Any]:
     >>> dump(Settings())
     {'sizes': [1, 2]}
     """
-    return {field.name: _plain(getattr(config, field.name)) for field in attrs.fields(type(config))}
+    return {field.name: to_plain(getattr(config, field.name)) for field in attrs.fields(type(config))}
 
 
 def describe(kind: type[attrs.AttrsInstance]) -> str:
@@ -191,14 +191,14 @@ def _mark(resolved: Any, written: Any) -> object:
     return _Interpolated(resolved, _cut(written, 80)) if interpolated else resolved
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return ``value`` as plain data: attrs classes as dicts, paths and what interpolations gave as texts."""
     if isinstance(value, _Interpolated):
         return value.text
     if isinstance(value, Mapping):
-        return {key: _plain(x) for key, x in value.items()}
+        return {key: to_plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
+        return [to_plain(x) for x in value]
     return dump(value) if attrs.has(type(value)) else str(value) if isinstance(value, Path) else value
 
 
@@ -206,7 +206,7 @@ def _convert(hint: Any, value: Any, where: str) -> object:
     """Return ``value`` as the type of an annotation; it converts only whole numbers for floats, and interpolations."""
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (Any, object, None):
-        return _plain(value)
+        return to_plain(value)
     if kind in (typing.Union, types.UnionType):
         return _convert_union(parts, value, where)
     if isinstance(value, _Interpolated):

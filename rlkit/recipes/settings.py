@@ -89,7 +89,7 @@ def _leave_out(kind: type, values: object, where: str, ignored: list[str], not_f
         if name not in hints and _may_leave_out(kind.__name__, name, value, path, hints):
             if name in NOT_FOLLOWED.get(kind.__name__, "").split():
                 shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
-                not_followed += [path] if _is_on(value) and not shuffled else []
+                not_followed += [path] if _is_on(config.to_plain(value)) and not shuffled else []
             elif value is not None and name not in REFUSED.get(kind.__name__, "").split():  # which is off
                 ignored.append(path)
             continue
@@ -107,6 +107,7 @@ def _leave_out(kind: type, values: object, where: str, ignored: list[str], not_f
 
 def _may_leave_out(section: str, name: str, value: object, path: str, known: Mapping[str, object]) -> bool:
     """Return whether a key that a section does not have is left out. Raises ConfigError: it would change training."""
+    value = config.to_plain(value)
     if name in RENAMED.get(section, {}):
         if value is not None:
             raise ConfigError(path, f"is {value!r}", "no value", f"set {RENAMED[section][name]} instead")
