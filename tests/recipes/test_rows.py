@@ -406,9 +406,9 @@ def test_a_key_with_dots(tmp_path):
     form = Format(response_key="reward_model.ground_truth")
     (task,) = tasks.make_tasks(Taskset(path=str(path), format=form), ExplorerInput(), "t")
     assert task.make().step(Action("34")).reward == 1.0
-    assert data.field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
+    assert data.get_field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
     with pytest.raises(DataError, match=r"x: a\.b: is null"):
-        data.field({"a": {"b": None}}, "a.b", "x")
+        data.get_field({"a": {"b": None}}, "a.b", "x")
 
 
 @for_each(
