@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlkit._runtime import VERSION
 from rlkit.errors import CheckpointError, ConfigError, RlkitError, UnsupportedError
@@ -138,7 +138,7 @@ def _is_url(policy: str | None) -> bool:
     return policy is not None and policy.startswith(("http://", "https://"))
 
 
-def _open_policy(policy: str | None, options: argparse.Namespace, **more: object) -> Sampler:
+def _open_policy(policy: str | None, options: argparse.Namespace, **more: Any) -> Sampler:
     """Open a policy, frozen; None is the backend's own model."""
     from rlkit.backends import sampler
     from rlkit.runs import sampler as saved_sampler

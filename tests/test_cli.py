@@ -67,7 +67,7 @@ def test_errors_are_one_line(capsys, words, message):
 
 
 def test_messages_of_other_libraries(monkeypatch, capsys):
-    """An error or a warning with several lines is one line; Ctrl-C is status 130; warnings look as before afterwards."""
+    """Errors and warnings are one line each; Ctrl-C is status 130; warnings look as before afterwards."""
     before, endings = warnings.formatwarning, [KeyboardInterrupt("stopped before step 3"), KeyboardInterrupt()]
     endings.append(rlkit.ConfigError("model: cannot be loaded: no network\n  see the manual\n"))
     shown = []
