@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit._runtime import VERSION
+from rlkit._runtime import VERSION, warn
 from rlkit.errors import CheckpointError, ConfigError, RlkitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command that raises one of rlkit's errors prints it in one line on standard error and returns 2, as for a command
     line that cannot be parsed.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    name, options = _parse(words)
-    run, _ = _COMMANDS[name]
+    name, options = _parse(list(sys.argv[1:] if arguments is None else arguments))
     format_warning, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
-        return run(options)
+        return _COMMANDS[name][0](options)
     except RlkitError as error:
         print(f"rlkit {name}: {' '.join(str(error).split())}", file=sys.stderr)  # some have several lines
         return 2
@@ -145,9 +143,8 @@ def _open_policy(policy: str | None, options: argparse.Namespace, **more: Any) -
 
     if policy is not None and _is_url(policy):
         return sampler(policy, **more)
-    if policy is not None and (
-        "://" in policy or any((Path(policy) / x).exists() for x in ("state.json", "checkpoints"))
-    ):
+    folder = Path(policy or "")
+    if policy and ("://" in policy or (folder / "state.json").is_file() or (folder / "checkpoints").is_dir()):
         return saved_sampler(policy, role=options.role, step=options.step, **more)
     model = None if options.backend == "toy" else policy  # the toy is one model, which has no name
     return sampler(options.backend, model=model, **more)
@@ -206,7 +203,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     text = "a run's folder, a path that save() returned, a model, or the URL of a vLLM server"
     parser.add_argument("policy", metavar="POLICY", help=text)
     text = "names of reasoning-gym tasks, .jsonl files, or your environments"
-    parser.add_argument("tasks", metavar="TASKS", nargs="*", help=text)
+    parser.add_argument("tasks", metavar="TASKS", nargs="+", help=text)
     _add_import(parser)
     parser.add_argument("--backend", default="local", help="the backend of a model (default: local)")
     _add_checkpoint(parser)
@@ -235,8 +232,6 @@ def _eval(options: argparse.Namespace) -> int:
     rlkit eval RUN rows.jsonl --set prompt_key=question --set response_key=reward_model.ground_truth
     rlkit eval RUN digits --import my_tasks                   your own environment, as `rlkit train` knows it
     """
-    if not options.tasks:
-        raise ConfigError("TASKS", "are missing", "reasoning-gym tasks, .jsonl files or your environments")
     from rlkit.evaluation import evaluate_sync
     from rlkit.types import SamplingParams
 
@@ -403,9 +398,7 @@ def _wait_for_signal() -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="RUN", nargs="+", help="the run's folder; several runs share one page")
     parser.add_argument("--out", metavar="FILE", help="the file to write (default: report.html in the first folder)")
-    text = (
-        "a model's folder or hub id, to show tokens as text (default: the model of the first run's newest checkpoint)"
-    )
+    text = "a model whose tokenizer shows tokens as text (default: that of the first run's newest checkpoint)"
     parser.add_argument("--tokenizer", metavar="MODEL", help=text)
 
 
@@ -420,17 +413,23 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _find_tokenizer(model: str | None, folder: str) -> Tokenizer | None:
-    """Return the tokenizer of a model, else of the policy in a run's newest checkpoint; None where that has none."""
+    """Return the tokenizer of a model, else of the policy in a run's newest checkpoint; None if that names no model."""
     from rlkit.backends import saves
     from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
-    from rlkit.runs.record import newest
+    from rlkit.runs import records
 
     if model is not None:
         return tokenizer_from(model)
+    saved = [record.policy("policy") for record in records(folder, verify=False)]
+    if not saved or saved[-1] is None or "://" in saved[-1]:
+        return None
     try:
-        _, state = saves.read(str(newest(folder).policy("policy")), backend=None)
-        return ByteTokenizer() if state["backend"] == "toy" else tokenizer_from(state["model"])
-    except (KeyError, RlkitError):  # no checkpoint, a policy on a service, or a model that was moved
+        _, state = saves.read(saved[-1], backend=None)
+        if state["backend"] == "toy":
+            return ByteTokenizer()
+        return tokenizer_from(state["model"]) if "model" in state else None
+    except RlkitError as error:  # the page is useful without texts
+        warn(f"the page shows no texts of tokens; name the model with --tokenizer: {error}")
         return None
 
 
@@ -453,11 +452,11 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from rlkit.runs import records
 
     folder = Path(options.folder)
-    with warnings.catch_warnings(record=True) as damaged:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         whole = records(folder)
-    for warning in damaged:
-        print(warning.message)
+    damaged = [warning.message for warning in caught if warning.category is RuntimeWarning]
+    print(*(f"{message}\n" for message in damaged), sep="", end="")
     for record in whole:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         print(f"step {record.step:<8} whole  {numbers}".rstrip())

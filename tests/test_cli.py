@@ -24,6 +24,7 @@ def test_version_and_help(monkeypatch, capsys):
         ([], 2, "    train        Train a policy from a configuration file"),
         (["nothing"], 2, "invalid choice: 'nothing'"),
         (["doctor", "--nothing"], 2, "rlkit doctor: error: unrecognized arguments: --nothing"),
+        (["eval", "run"], 2, "the following arguments are required: TASKS"),
         (["serve", "--port", "many"], 2, "usage: rlkit serve"),
     ):
         monkeypatch.setattr(sys, "argv", ["rlkit", *words])
@@ -50,7 +51,6 @@ def test_words_may_follow_options():
         (["serve", "--model", "/no/such/folder"], "/no/such/folder"),
         (["train", "missing.yaml"], "missing.yaml: no such file"),
         (["train", "a.b=1"], "a.b=1: no such file; write the overrides after the file"),
-        (["eval", "nothing"], "TASKS: are missing"),
         (["checkpoints", "nothing"], "nothing is not a run"),
         (["report", "nothing"], "nothing"),
         (["doctor", "--device", "tpu9"], "device: got 'tpu9'"),

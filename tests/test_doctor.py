@@ -13,15 +13,13 @@ from rlkit.cli import main
 from tests.without import without
 
 # Gradients a thousandth too large, which a comparison with another library finds.
+DOCTOR = "import sys; from rlkit.cli import main; sys.exit(main(['doctor', '--device', 'cpu']))"
 PLANT = """
-import sys
 import torch
-from rlkit.cli import main
 right = torch.autograd.backward
 torch.autograd.backward = lambda tensors, gradients=None, **more: right(
     tensors, None if gradients is None else [g * 1.001 for g in gradients], **more
 )
-sys.exit(main(["doctor", "--device", "cpu"]))
 """
 
 
@@ -50,15 +48,14 @@ def test_versions_and_the_key(capsys, monkeypatch):
 
 def run(program, folder):
     pytest.importorskip("peft")
-    environment = os.environ | {"RLKIT_CACHE": str(folder)}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    options = {"env": os.environ | {"RLKIT_CACHE": str(folder)}, "cwd": folder, "check": False}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
 
 
 def test_a_cpu_passes(tmp_path):
     """All tests run, whatever configuration of pytest lies in the folder; only the cache is written."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    done = run("import sys; from rlkit.cli import main; sys.exit(main(['doctor', '--device', 'cpu']))", tmp_path)
+    done = run(DOCTOR, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.splitlines()[-1].split()[0]) >= 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checks", "devices", "pytest.ini"]
@@ -66,7 +63,7 @@ def test_a_cpu_passes(tmp_path):
 
 def test_a_wrong_gradient_is_named(tmp_path):
     """The comparison with peft fails, in one line of its own, and nothing is noted."""
-    done = run(PLANT, tmp_path)
+    done = run(PLANT + DOCTOR, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     failed = [
         line.split(" - ")[0].rpartition("::")[2] for line in done.stdout.splitlines() if line.startswith("FAILED")
@@ -78,7 +75,7 @@ def test_a_wrong_gradient_is_named(tmp_path):
 
 @pytest.mark.parametrize("package", ["torch", "peft", "pytest"])
 def test_a_missing_package_is_named(package):
-    done = without([package], "import sys; from rlkit.cli import main; sys.exit(main(['doctor', '--device', 'cpu']))")
+    done = without([package], DOCTOR)
     assert done.returncode == 2
     assert f"rlkit doctor --device needs {package}: pip install" in done.stderr
 

@@ -90,15 +90,12 @@ def test_an_exported_adapter_names_a_base_that_others_have(tmp_path, monkeypatch
     from rlkit.backends.local.export import save_adapter
 
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "rlkit"))
-    cached = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de2"
-    converted = tmp_path / "rlkit" / "models" / "smollm2-135m-instruct-b179-v1"
-    own = tmp_path / "mine"
-    for place, name in (
-        (cached, "Qwen/Qwen3-0.6B"),
-        (converted, "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        (own, str(own)),
+    for folder, name in (
+        ("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2", "Qwen/Qwen3-0.6B"),
+        ("rlkit/models/smollm2-135m-instruct-b179-v1", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("mine", str(tmp_path / "mine")),
     ):
-        build("llama", place)
+        place = build("llama", tmp_path / folder)
         with rlkit.connect("local", model=str(place), lora=rlkit.Lora(rank=2), folder=tmp_path / "saves") as policy:
             path = Path(policy.save("a").result())
         notes = save_adapter(str(path), str(tmp_path / place.name / "adapter"))
@@ -109,23 +106,26 @@ def test_an_exported_adapter_names_a_base_that_others_have(tmp_path, monkeypatch
         assert name in notes[0]
 
 
-def test_report(folder, tiny, tmp_path, monkeypatch, capsys):
+def test_report(folder, tmp_path, monkeypatch, capsys):
     """The tokenizer is that of ``--tokenizer``, of the newest checkpoint's model, or none."""
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert "</html>" in (tmp_path / "page.html").read_text()
-    model, given = tiny("llama"), []
+    model, given = str(build("llama", tmp_path / "model")), []
     with Run(tmp_path / "local", seed=0, trackers=()) as run:
         run.connect("local", model=model, lora=rlkit.Lora(rank=2))
         run.checkpoint()
     (tmp_path / "empty").mkdir()
 
     def write(folders, out, *, tokenizer):
-        name = getattr(tokenizer, "name", type(tokenizer).__name__)
-        given.append((folders, out, name))
+        given.append((folders, out, getattr(tokenizer, "name", type(tokenizer).__name__)))
 
     monkeypatch.setattr("rlkit.report.write", write)
-    toy, local, empty = str(folder), str(tmp_path / "local"), str(tmp_path / "empty")
+    toy, local, empty = (str(tmp_path / name) for name in ("run", "local", "empty"))
     for words in ([toy], [local, toy, "--out", "x.html"], [empty], [empty, "--tokenizer", model]):
         assert cli.main(["report", *words]) == 0
     expected = [(toy, None, "ByteTokenizer"), ([local, toy], "x.html", model), (empty, None, "NoneType")]
     assert given == [*expected, (empty, None, model)]
+    Path(model).rename(tmp_path / "moved")
+    with pytest.warns(UserWarning, match="name the model with --tokenizer"):
+        assert cli.main(["report", local]) == 0
+    assert given[-1] == (local, None, "NoneType")
