@@ -154,8 +154,9 @@ class TestDevice(BackendConformance):
         path = policy.save("plain", optimizer=False).result()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft about transformers, and about an adapter on the head
-            load = transformers.AutoModelForCausalLM.from_pretrained
-            base = load(self.model, dtype="float32", trust_remote_code=False)
+            base = transformers.AutoModelForCausalLM.from_pretrained(
+                self.model, dtype="float32", trust_remote_code=False
+            )
             plain = peft.PeftModel.from_pretrained(base, path, is_trainable=True, trust_remote_code=False)
         on_device: torch.nn.Module = plain.to(self.device)
         return on_device

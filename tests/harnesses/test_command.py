@@ -146,6 +146,6 @@ def assert_gone(pids):
 )
 def test_wrong_arguments(evaluate, tmp_path, harness, options, message):
     """Refused before anything is run or made."""
-    with pytest.raises(rlkit.ConfigError, match=message):
+    with pytest.raises(rlkit.errors.RlkitError, match=message):
         evaluate("small", harness, **options)
     assert not (tmp_path / "run" / "harness").exists()
