@@ -15,7 +15,7 @@ from rlkit.advantages import grpo
 from rlkit.envs import StepResult, Task
 from rlkit.metrics.names import Name, add, averaged, general, parts, reduction
 from rlkit.rollouts import rollout_sync
-from rlkit.tracking import NAMES, standard, train_metrics
+from rlkit.tracking import train_metrics
 from rlkit.trajectory import datums
 from tests.each import for_each
 from tests.properties import examples

@@ -19,7 +19,7 @@ import pytest
 
 from rlkit import ConfigError, DataError, Sample, _runtime
 from rlkit.runs import Run
-from rlkit.tracking import Several, for_run, registry
+from rlkit.tracking import MultiTracker, for_run, registry
 from rlkit.trajectory import Group, Trajectory, Turn
 
 CANARY = "canary-5d2e9b7af31c"
@@ -63,7 +63,7 @@ def _offline(monkeypatch, tmp_path):
 
 
 def play(tracker):
-    with Several([tracker], timeout=120.0) as several:
+    with MultiTracker([tracker], timeout=120.0) as several:
         several.log({"train/loss": 0.5, "train/nan": math.nan, "train/inf": math.inf}, 3)
         several.log_trajectories([GROUP], 3)
         several.log({"train/loss": 0.25}, 1)  # a run that was resumed from an earlier step
@@ -151,10 +151,10 @@ def test_in_a_run(tmp_path, monkeypatch, name):
     made = []
 
     def several(trackers):  # with time enough for a busy machine
-        made.append(Several(trackers, timeout=120.0))
+        made.append(MultiTracker(trackers, timeout=120.0))
         return made[-1]
 
-    monkeypatch.setattr("rlkit.tracking.Several", several)
+    monkeypatch.setattr("rlkit.tracking.MultiTracker", several)
     for total in (2, 4):
         with Run(tmp_path / "run", seed=0, trackers=["jsonl", name], config=CONFIG) as run:
             policy = run.connect("toy")

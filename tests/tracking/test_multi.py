@@ -1,4 +1,4 @@
-"""Several trackers: none holds up the run, none ends it."""
+"""MultiTracker trackers: none holds up the run, none ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlkit import ConfigError, Sample, UnknownNameError
-from rlkit.tracking import Jsonl, Several, Tracker, for_run, read_metrics, registry
+from rlkit.tracking import Jsonl, MultiTracker, Tracker, for_run, read_metrics, registry
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -64,7 +64,7 @@ GROUP = Group([Trajectory([Turn(Sample([5], [6, 7], [-0.5, -0.5]), 1.0)])])
 
 def test_everything_reaches_every_tracker_in_order():
     slow, quick = Kept(), Kept(inline=True)
-    several = Several([slow, quick])
+    several = MultiTracker([slow, quick])
     assert isinstance(several, Tracker)
     for step in range(50):
         several.log({"a": step}, step)
@@ -81,7 +81,7 @@ def test_everything_reaches_every_tracker_in_order():
 def test_a_tracker_that_hangs_neither_holds_up_the_run_nor_the_others(caplog):
     """A hundred steps return while it hangs; the others have all of them; what had no room is counted, said once."""
     stuck, kept = Stuck(), Kept(inline=True)
-    several = Several([stuck, kept], capacity=10, timeout=0.0)
+    several = MultiTracker([stuck, kept], capacity=10, timeout=0.0)
     several.log({"a": 1.0}, 0)
     assert stuck.begun.wait(30)
     with caplog.at_level(logging.WARNING, "rlkit.tracking"):
@@ -98,7 +98,7 @@ def test_a_tracker_that_hangs_neither_holds_up_the_run_nor_the_others(caplog):
 
 def test_a_tracker_that_fails_is_counted_and_said_once(caplog):
     broken, kept = Broken(), Kept()
-    with caplog.at_level(logging.WARNING, "rlkit.tracking"), Several([broken, kept]) as several:
+    with caplog.at_level(logging.WARNING, "rlkit.tracking"), MultiTracker([broken, kept]) as several:
         for step in range(5):
             several.log({"a": 1.0}, step)
         several.log_trajectories([GROUP], 5)
@@ -112,7 +112,7 @@ def test_a_tracker_that_fails_is_counted_and_said_once(caplog):
 def test_numbers_are_taken_as_they_are_when_they_are_logged():
     """What the loop changes afterwards is not what a slow tracker sees."""
     stuck = Stuck()
-    several = Several([stuck])
+    several = MultiTracker([stuck])
     metrics, advantages = {"a": np.array(1.0)}, [np.array([1.0, 2.0])]
     several.log(metrics, 0)
     several.log_trajectories([GROUP], 0, advantages=advantages)
@@ -126,7 +126,7 @@ def test_numbers_are_taken_as_they_are_when_they_are_logged():
 
 @pytest.mark.parametrize("metrics", [{"a": "x", "b": 2.0}, {"a": None, "b": 2.0}, {1: 1.0, "b": 2.0}])
 def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(tmp_path, caplog, metrics):
-    with Several([Jsonl(tmp_path)]) as several:
+    with MultiTracker([Jsonl(tmp_path)]) as several:
         several.log(metrics, 3)
     assert [(row["step"], row["metrics"]) for row in read_metrics(tmp_path)] == [(3, {"b": 2.0})]
     assert several.metrics == {"tracking/Jsonl/refused": 1.0}
@@ -136,7 +136,7 @@ def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(tmp_path, caplog
 @pytest.mark.parametrize("call", [("log", None, 0), ("log", {"a": 1.0}, -1), ("log", {"a": 1.0}, "x")])
 def test_calls_that_make_no_sense_do_not_end_the_run(call):
     kept = Kept()
-    with Several([kept]) as several:
+    with MultiTracker([kept]) as several:
         getattr(several, call[0])(*call[1:])
         several.log_trajectories("nonsense", 0)
         several.log_trajectories([GROUP], 0, advantages=[1.0, 2.0])
@@ -147,7 +147,7 @@ def test_calls_that_make_no_sense_do_not_end_the_run(call):
 def test_closing_is_bounded_and_leaves_no_thread_behind():
     before = set(threading.enumerate())
     stuck, kept = Stuck(), Kept()
-    several = Several([stuck, kept], timeout=0.2)
+    several = MultiTracker([stuck, kept], timeout=0.2)
     several.log({"a": 1.0}, 0)
     several.close()
     assert kept.calls[-1] == "closed"
@@ -161,7 +161,7 @@ def test_closing_is_bounded_and_leaves_no_thread_behind():
 
 
 def test_rewind_reaches_those_that_can(tmp_path):
-    with Several([Jsonl(tmp_path), Kept()]) as several:
+    with MultiTracker([Jsonl(tmp_path), Kept()]) as several:
         for step in range(4):
             several.log({"a": 1.0}, step)
         several.rewind(2)
@@ -182,11 +182,11 @@ def test_rewind_reaches_those_that_can(tmp_path):
 def test_bad_arguments(arguments, says):
     names = dict(zip(("trackers", "capacity", "timeout"), arguments, strict=False))
     with pytest.raises(ConfigError, match=says):
-        Several(names.pop("trackers"), **names)
+        MultiTracker(names.pop("trackers"), **names)
 
 
 def test_two_of_a_kind_are_told_apart():
-    with Several([Broken(), Broken()]) as several:
+    with MultiTracker([Broken(), Broken()]) as several:
         several.log({"a": 1.0}, 0)
     assert several.metrics == {"tracking/Broken/failed": 2.0, "tracking/Broken-2/failed": 2.0}
 
@@ -200,7 +200,7 @@ def test_the_registry_names_them_all():
 
 def test_for_a_run(tmp_path, capsys):
     """By name, with defaults that suit a run's folder."""
-    several = Several([for_run(name, tmp_path / "r") for name in ("jsonl", "console")])
+    several = MultiTracker([for_run(name, tmp_path / "r") for name in ("jsonl", "console")])
     several.log({"train/loss": 0.5}, 0)
     several.close()
     assert len(read_metrics(tmp_path / "r")) == 1
