@@ -50,10 +50,10 @@ def append(path: Path, lines: Iterable[str], *, mode: int = 0o600) -> None:
     with os.fdopen(descriptor, "rb+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"\n", b""):
-            file.write(b"\n")
+        end = b"\n" if file.read(1) not in (b"\n", b"") else b""
         for line in lines:
-            data = line.encode("utf-8", errors="backslashreplace") + b"\n"
+            data = end + line.encode("utf-8", errors="backslashreplace") + b"\n"
+            end = b""
             if file.write(data) != len(data):
                 raise OSError("the line was written only in part")
 
@@ -122,7 +122,9 @@ def _rewind(path: Path, step: int, position: int) -> int:
     elif gap:
         os.truncate(path, end)
         sync(path)
-    append(path, ())
+    if not _ends_line(path, path.stat().st_size):
+        with path.open("ab") as file:
+            file.write(b"\n")
     if torn:
         logging.getLogger(__name__).warning("%s: %d lines are incomplete and were skipped", path, torn)
     return dropped

@@ -37,7 +37,7 @@ def test_a_row_has_what_was_logged():
     kept = {"rollout/reward": 0.4, "rollout/cut": 0.5, "rollout/with_signal": 1.0, "train/kl_k3": 0.001}
     step = {"env/a/reward": 0.1, "train/loss": 8e-8, "train/with_signal": 0.25, **kept, **seconds}
     heading, row = rows_of(step)
-    assert heading == "step reward signal cut kl rollout s train s step s".split()
+    assert heading == ["step", "reward", "signal", "cut", "kl", "rollout", "s", "train", "s", "step", "s"]
     assert row == ["0", "0.4", "0.25", "0.5", "0.001", "5.5", "2", "9"]
     heading, row = rows_of({"train/loss": -1e-5, "train/grad_norm": 1.0})
     assert (heading, row) == (["step", "loss"], ["0", "-1e-05"])
@@ -47,8 +47,8 @@ def test_an_evaluation_in_between_adds_a_column_once():
     reward, score = {"env/a/reward": 0.5, "time/step": 1.0}, {"eval/mean": 0.75}
     rows = rows_of(reward, score, reward, score)
     assert [row for row in rows if row[0] == "step"] == [
-        "step reward step s".split(),
-        "step eval reward step s".split(),
+        ["step", "reward", "step", "s"],
+        ["step", "eval", "reward", "step", "s"],
     ]
     assert rows[3:] == [["1", "0.75"], ["2", "0.5", "1"], ["3", "0.75"]]
 

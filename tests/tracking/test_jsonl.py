@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit import CheckpointError, ConfigError, DataError, Sample, _files, storage
+from rlkit import CheckpointError, ConfigError, DataError, Sample, storage
 from rlkit.tracking import Jsonl, Tracker, read_metrics
 from rlkit.tracking.jsonl import FILES
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
@@ -77,13 +77,16 @@ def test_bad_input_is_refused_and_nothing_written(tmp_path, metrics, step, error
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_a_folder_that_can_not_be_one(tmp_path):
+def test_folders_and_positions_that_are_none(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         Jsonl(tmp_path / "file")
     for folder in (None, 3, ""):
         with pytest.raises(ConfigError, match=r"Jsonl\(folder\)"):
             Jsonl(folder)
+    for position in ({"metrics.jsonl": -1}, {"metrics.jsonl": "3"}, {"trajectories.jsonl": 1.5}, [3]):
+        with pytest.raises(CheckpointError, match=r"rewind\(position\)"):
+            Jsonl(tmp_path / "run").rewind(0, position)
 
 
 def test_files_are_their_owners(tmp_path):
@@ -138,45 +141,6 @@ def test_rewind_leaves_what_came_before_a_step(tmp_path_factory, steps, at, torn
         kept = [line for i, (line, step) in enumerate(numbered) if step < at or i < first]
         assert (folder / name).read_bytes().splitlines(keepends=True) == kept
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-
-
-def test_rewinding_reads_only_what_lies_beyond_the_position(tmp_path, monkeypatch):
-    tracker = Jsonl(tmp_path)
-    for step in range(5):
-        tracker.log({"loss": 1.0}, step)
-        position = tracker.sync() if step == 2 else step and position
-    read, read_line = [], _files.read_line
-    monkeypatch.setattr(_files, "read_line", lambda line: read.append(line) or read_line(line))
-    inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    assert tracker.rewind(3, position) == 2
-    assert len(read) == 2
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
-    assert [step for step, _ in logged(tmp_path)] == [0, 1, 2]
-
-
-@for_each("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[:-20] + bytes(20)])
-def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, damage):
-    """The file ends before the position, or has zeros there; what is whole stays."""
-    tracker = Jsonl(tmp_path)
-    for step in range(4):
-        tracker.log({"loss": 1.0}, step)
-    position, path = tracker.sync(), tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-    with pytest.warns(RuntimeWarning, match="metrics.*since the checkpoint of step 4: lines may be lost"):
-        assert tracker.rewind(4, position) == 0
-    tracker.log({"loss": 1.0}, 4)
-    left = [step for step, _ in logged(tmp_path)]
-    assert left == [*range(damage(whole).count(b"\n")), 4]
-    path.unlink()
-    with pytest.warns(RuntimeWarning, match="shrank"):
-        assert tracker.rewind(0, position) == 0
-
-
-def test_positions_that_are_none(tmp_path):
-    for position in ({"metrics.jsonl": -1}, {"metrics.jsonl": "3"}, {"trajectories.jsonl": 1.5}, [3]):
-        with pytest.raises(CheckpointError, match=r"rewind\(position\)"):
-            Jsonl(tmp_path).rewind(0, position)
 
 
 def test_what_is_no_record_of_metrics_is_left_out(tmp_path):
