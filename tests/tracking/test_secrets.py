@@ -13,7 +13,7 @@ from rlkit import Sample
 from rlkit._secrets import redact, secret_name
 from rlkit.report import write
 from rlkit.report.episodes import unpacked
-from rlkit.tracking import Jsonl, Several, masked
+from rlkit.tracking import Jsonl, MultiTracker, masked
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -133,7 +133,7 @@ def test_canary(tmp_path, caplog):
         def close(self):
             pass
 
-    with caplog.at_level(logging.DEBUG), Several([Jsonl(tmp_path), Talkative()]) as several:
+    with caplog.at_level(logging.DEBUG), MultiTracker([Jsonl(tmp_path), Talkative()]) as several:
         several.log({f"env/{CANARY}/reward": 1.0, "bad": CANARY}, 0)
         several.log_trajectories([poisoned()], 0)
     (tmp_path / "config.json").write_text(json.dumps({"token": "hush-hush-hush", "url": f"x?{CANARY}"}))
