@@ -266,18 +266,6 @@ class MultiTracker(Resource):
             return
         self._submit(lambda tracker: tracker.log_trajectories(list(listed), step, **extras))
 
-    def rewind(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Rewind the trackers that support it: the run resumes from ``step``.
-
-        Args:
-            step: the next step.
-            position: tracker -> what its ``sync`` returned, by the names in ``metrics``.
-        """
-        for calls in self._calls:
-            if callable(getattr(calls.receiver, "rewind", None)):
-                at = None if position is None else position.get(calls.name)
-                calls.submit(operator.methodcaller("rewind", step, at))
-
     def close(self, timeout: float | None = None) -> None:
         """Close all trackers at the same time; after ``timeout`` seconds waiting calls are dropped and counted.
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,15 +140,8 @@ class Wandb(ServiceTracker):
         trajectories: int = 8,
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
-        resume = None if id is None else "allow"
-        self._options: dict[str, Any] = {
-            "project": project,
-            "name": name,
-            "id": id,
-            "resume": resume,
-            "dir": folder,
-            "mode": mode,
-        }
+        options = {"project": project, "name": name, "id": id, "dir": folder, "mode": mode}
+        self._options: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
 
     @classmethod
     def for_run(cls, folder: Path) -> Self:
@@ -160,8 +154,8 @@ class Wandb(ServiceTracker):
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True, x_disable_stats=True
         )
-        options = {key: value for key, value in self._options.items() if value is not None}
-        run = wandb.init(config=self._config, reinit="create_new", settings=settings, **options)
+        resume = "allow" if "id" in self._options else None
+        run = wandb.init(config=self._config, reinit="create_new", settings=settings, resume=resume, **self._options)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -259,7 +253,7 @@ class TensorBoard(ServiceTracker):
         suffix = f".{time.time_ns()}"
         writer = SummaryWriter(self._folder, purge_step=self._purge, flush_secs=10, filename_suffix=suffix)
         if self._config:
-            writer.add_text("config", _indent(json.dumps(self._config, indent=1, default=str)), 0)
+            writer.add_text("config", _as_code(json.dumps(self._config, indent=1, default=str)), 0)
         return writer
 
     def _log(self, run: Any, metrics: Mapping[str, Any], step: int) -> None:
@@ -269,15 +263,15 @@ class TensorBoard(ServiceTracker):
     def _log_texts(self, run: Any, rows: list[list[object]], step: int) -> None:
         for i, row in enumerate(rows):
             facts = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS[:-1], row[:-1], strict=True))
-            run.add_text(f"trajectories/{i}", _indent(f"{facts}\n\n{row[-1]}"), step)
+            run.add_text(f"trajectories/{i}", _as_code(f"{facts}\n\n{row[-1]}"), step)
 
     def _end(self, run: Any) -> None:
         run.close()
 
 
-def _indent(text: str) -> str:
+def _as_code(text: str) -> str:
     """Return a text as a block of code: TensorBoard reads texts as Markdown."""
-    return "\n".join("    " + line for line in text.splitlines())
+    return textwrap.indent(text, "    ", lambda _: True)
 
 
 class Mlflow(ServiceTracker):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlkit import ConfigError, Sample, UnknownNameError
-from rlkit.tracking import Jsonl, MultiTracker, Tracker, for_run, read_metrics, registry
+from rlkit.tracking import MultiTracker, Tracker, for_run, read_metrics, registry
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -145,19 +145,6 @@ def test_calls_that_make_no_sense_do_not_end_the_run():
         multi.log_trajectories([GROUP], 0, advantages=[threading.Lock()])  # which cannot be copied
     assert kept.calls == ["closed"]
     assert multi.metrics == {"tracking/Kept/refused": 6.0}
-
-
-def test_rewind_reaches_those_that_can(tmp_path):
-    log = Jsonl(tmp_path)
-    with MultiTracker([log, Kept()]) as multi:
-        for step in (0, 5):
-            multi.log({"a": 1.0}, step)
-        position = {"Jsonl": log.sync()}
-        for step in (1, 2, 3):
-            multi.log({"a": 1.0}, step)
-        multi.rewind(2, position)
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 5, 1]
-    assert multi.metrics == {}
 
 
 @for_each(
