@@ -255,7 +255,7 @@ def _eval(options: argparse.Namespace) -> int:
         if options.out is not None:
             from rlkit.tracking import Jsonl
 
-            log = Jsonl(options.out, tokenizer=sampler.tokenizer)
+            log = Jsonl(options.out)
             log.log(evaluation.metrics, 0)
             log.log_trajectories(evaluation.rollouts, 0)
             log.close()

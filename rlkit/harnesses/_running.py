@@ -22,7 +22,7 @@ from typing import IO
 import attrs
 
 from rlkit import _check, _orphans
-from rlkit._files import replacing
+from rlkit._files import replace_file
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.tokenizers import source_of
@@ -313,7 +313,7 @@ def keep(result: Result) -> Path:
     content = attrs.asdict(result, filter=lambda field, _: field.name != "folder")
     content["arguments"] = [redact(f"{name}={value}") for name, value in result.arguments]
     try:
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error

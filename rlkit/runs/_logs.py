@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check
-from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.runs.record import Record
 from rlkit.tracking import Tracker
@@ -76,7 +74,7 @@ class Logs:
             raise ConfigError("Run(trackers)", f"got {_check.describe(trackers)}", "a sequence of names and trackers")
         self.trackers: list[Tracker] = [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
         self.rewind(record)
-        self._several = tracking.Several(self.trackers) if self.trackers else None
+        self._several = tracking.MultiTracker(self.trackers) if self.trackers else None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass numbers to the trackers."""
@@ -89,12 +87,6 @@ class Logs:
         """Pass groups to the trackers."""
         if self._several is not None:
             self._several.log_trajectories(groups, step, **options)
-
-    def speak(self, tokenizer: Tokenizer) -> None:
-        """Pass the policy's tokenizer to the trackers that decode."""
-        for tracker in self.trackers:
-            if hasattr(tracker, "speak"):
-                tracker.speak(tokenizer)
 
     def positions(self) -> dict[str, object]:
         """Return the current ends of the logs on disk, for a checkpoint, from trackers that support it.
@@ -119,11 +111,10 @@ class Logs:
         for name, tracker in self._named():
             call = getattr(tracker, "rewind", None)
             if callable(call):
-                known = name in logged and "at" in inspect.signature(call).parameters
-                call(step, at=logged[name]) if known else call(step)
+                call(step, logged.get(name))
 
     def close(self, timeout: float | None = None) -> None:
-        """Close them all, within ``timeout`` seconds; None: the default of ``Several``."""
+        """Close them all, within ``timeout`` seconds; None: the default of ``MultiTracker``."""
         if self._several is not None:
             self._several.close(timeout)
 

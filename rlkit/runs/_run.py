@@ -28,7 +28,7 @@ from rlkit.runs._signals import Stopper
 from rlkit.runs.beginning import Kept, check_name
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record, Retention, encode, prune
-from rlkit.tracking import Tracker, protocol, surroundings
+from rlkit.tracking import Tracker, check_metrics, surroundings
 from rlkit.tracking.surroundings import Settings
 from rlkit.trajectory import Group
 
@@ -169,7 +169,6 @@ class Run:
                 without one, so that its training would be lost.
         """
         policy: TrainerBackend = self._model(backends.connect, name, role, options)
-        self._logs.speak(policy.tokenizer)
         return policy
 
     def critic(self, name: str, *, role: str = "critic", **options: object) -> Critic:
@@ -416,4 +415,4 @@ class Run:
 
 
 def _encode_metrics(metrics: Mapping[str, float] | None, after: int) -> object:
-    return encode("checkpoint(metrics)", protocol.checked(metrics or {}, after, "checkpoint")[0])
+    return encode("checkpoint(metrics)", check_metrics(metrics or {}, after, "checkpoint")[0])

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit._files import plain, replacing
+from rlkit._files import plain, replace_file
 from rlkit._runtime import warn
 from rlkit._seeds import resolve_seed
 from rlkit.errors import CheckpointError, ConfigError
@@ -219,7 +219,7 @@ def _changes(before: object, now: object, where: str = "") -> Iterator[str]:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     """Write JSON, whole or not at all."""
     try:
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1, allow_nan=False), "utf-8")
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error}") from error

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from rlkit import _files
-from rlkit._files import plain, replacing
+from rlkit._files import plain, replace_file
 from rlkit._secrets import mask
 
 __all__ = ["Settings", "found", "found_settings", "note"]
@@ -104,7 +104,7 @@ class Settings:
         now = plain(mask(_described(settings)))
         if now and now != self._noted:
             self._noted = now
-            with contextlib.suppress(OSError), replacing(self._path) as temporary:
+            with contextlib.suppress(OSError), replace_file(self._path) as temporary:
                 temporary.write_text(json.dumps(now, indent=1, allow_nan=False), "utf-8")
 
 
