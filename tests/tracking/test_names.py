@@ -63,7 +63,6 @@ class Moody:
     """Fails, ends, is cut, and says things."""
 
     def reset(self, seed):
-        self.seed = seed
         return "Go"
 
     def step(self, action):
@@ -72,8 +71,7 @@ class Moody:
         return StepResult("more", 0.5, terminated=len(action) % 3 == 0, info={"length": len(action), "deep/er": 1})
 
     def close(self):
-        if self.seed % 2:
-            raise OSError("cannot")
+        raise OSError("cannot")
 
 
 def test_what_rollouts_and_training_report_is_in_the_table():
