@@ -156,7 +156,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
     _add_import(parser)
     parser.add_argument("--check", action="store_true", help="only check the settings and the names in them")
-    parser.add_argument("--verbose", action="store_true", help="also list the keys without effect")
     parser.add_argument("--keys", action=_Keys, nargs=0, help="print every key with its type and default")
 
 
@@ -183,7 +182,7 @@ def _train(options: argparse.Namespace) -> int:
     _import_modules(options.modules)
     settings = recipes.load(options.config, options.overrides)
     logging.basicConfig(format="%(message)s")
-    level = logging.DEBUG if options.verbose else NOTE if options.check else logging.CRITICAL
+    level = NOTE if options.check else logging.CRITICAL
     level = min(level, logging.getLevelNamesMapping()[settings.log.level])
     logging.getLogger("rlkit.recipes").setLevel(level)
     if options.check:
