@@ -63,13 +63,13 @@ def run(options: argparse.Namespace) -> int:
     arguments = [_split(text) for text in options.harness_arg]
     _shared.check("POLICY", options.policy, options.backend, options.tokenizer)
     from rlkit import harnesses  # what follows takes seconds
-    from rlkit.runs.record import newest
+    from rlkit.runs.checkpoints import find_checkpoint
     from rlkit.tracking import Jsonl
 
     harnesses.installed(options.harness, options.python)  # before a model is loaded
     step, policy, folder = 0, options.policy, options.out or _FOLDER
     if _shared.is_run(policy):
-        record = newest(policy, role=options.role, step=options.step)
+        record = find_checkpoint(policy, role=options.role, step=options.step)
         step, policy, folder = record.step, record.policy(options.role), options.out or policy
     with _shared.asked_for(options, policy) as sampler:
         result = harnesses.evaluate(

@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Return 1 where a checkpoint is damaged, or cannot be deleted on the service; else 0."""
     from rlkit.errors import CheckpointError
-    from rlkit.runs import record as records
-    from rlkit.runs.record import Retention
+    from rlkit.runs import Retention
+    from rlkit.runs import checkpoints as records
 
     folder = Path(options.folder)
     if not (folder / records.CHECKPOINTS).is_dir():
@@ -60,20 +60,20 @@ def run(options: argparse.Namespace) -> int:
         print(f"{folder} has no checkpoint yet: call run.checkpoint(policy) at the end of a step")
     if options.export is not None:
         print(*_export(whole, options), sep="\n")
-    left = 0 if options.keep is None else _remove(folder, Retention(last=options.keep).spent(whole))
+    left = 0 if options.keep is None else _remove(folder, Retention(last=options.keep).expired(whole))
     return 1 if damaged or left else 0
 
 
 def _remove(folder: Path, spent: Sequence[Record]) -> int:
     """Remove checkpoints; return how many of their states remain on the service."""
-    from rlkit.runs import record as records
-    from rlkit.runs.lock import Lock
+    from rlkit.runs import checkpoints as records
+    from rlkit.runs.run import acquire_lock
 
-    lock = Lock(folder)
+    lock = acquire_lock(folder)
     try:
         elsewhere = []
         for record in spent:
-            elsewhere += records.remove(record)
+            elsewhere += records.delete_checkpoint(record)
             print(f"removed step {record.step}")
         return _delete(elsewhere) if elsewhere else 0
     finally:

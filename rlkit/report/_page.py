@@ -24,7 +24,7 @@ from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.harnesses import Result, results
 from rlkit.report import _curves
 from rlkit.report.episodes import Episodes, chosen, packed, texts
-from rlkit.tracking import masked, read_metrics, surroundings
+from rlkit.tracking import masked, read_metrics
 from rlkit.tracking.jsonl import FILES, MetricsRow, Vocabulary, lines, read_vocabulary
 from rlkit.trajectory import Group
 
@@ -65,7 +65,16 @@ class RunFolder:
 
     def settings(self) -> object:
         """Return the settings of its policies and of their last requests, keys masked; {} where unknown."""
-        return plain(masked(surroundings.found_settings(self.path)))
+        return self.facts("models")
+
+    def facts(self, part: str) -> object:
+        """Return the "machine" or the "models" of run.json, keys masked; {} where unknown."""
+        path = self.path / "run.json"
+        try:
+            found = json.loads(path.read_text("utf-8"))[part] if path.is_file() else {}
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return {}
+        return plain(masked(found)) if isinstance(found, dict) else {}
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (trajectories, bytes) of each line of trajectories, without making objects of them."""
@@ -190,7 +199,7 @@ def write(
         "benchmarks": [row for each in reversed(judged) for row in _benchmarks(each)],
         "config": run.config(),
         "settings": run.settings(),
-        "surroundings": plain(masked(surroundings.found(run.path))),
+        "surroundings": run.facts("machine"),
         "index": episodes.index,
         "environments": episodes.environments,
         "endings": episodes.endings,

@@ -135,7 +135,7 @@ class TestAskedAgain:
                     rlkit.ConfigError, match=r"'policy' was opened with a different .*open the run again"
                 ):
                     run.connect("toy", **options)
-            with pytest.raises(rlkit.ConfigError, match="'policy' uses the backend 'toy'"):
+            with pytest.raises(rlkit.ConfigError, match="'policy' was opened with a different backend"):
                 run.connect("local", lora=lora, seed=3)
 
     def test_generators_and_values(self, tmp_path):

@@ -16,7 +16,7 @@ from rlkit.advantages import running_baseline, running_normalization
 from rlkit.config import secret
 from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy
 from rlkit.runs import Retention, Run
-from rlkit.runs.record import decode, encode
+from rlkit.runs.state import decode, encode
 from tests.each import for_each
 
 NUMBERS = [

@@ -38,7 +38,7 @@ def play(folder, total, *, cut=None, every=1, late=False, **options):
         run.log({"train/loss": float(step)})
         run.log_trajectories([GROUP], advantages=[1.0])
         if step == cut:
-            run._lock.release()  # as the end of a process does, which closes nothing
+            run._release()  # as the end of a process does, which closes nothing
             return
         if not late:
             run.checkpoint(policy, every=every)

@@ -287,7 +287,7 @@ class TestFolder:
             Run("", trackers=())
         with Run(tmp_path, trackers=()) as run:
             run.connect("toy")
-            with pytest.raises(rlkit.ConfigError, match=r"a different max_length=.*role="):
+            with pytest.raises(rlkit.ConfigError, match=r"a different max_length.*role="):
                 run.connect("toy", max_length=99)
             with pytest.raises(rlkit.ConfigError, match="every"):
                 run.checkpoint(every=0)
