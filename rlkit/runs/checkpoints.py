@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders that exist whole or not at all, which of them stay, and the run's facts next to them."""
+"""Checkpoints of a run: folders that exist whole or not at all, which of them stay, and what is noted of the run."""
 
 from __future__ import annotations
 
@@ -156,13 +156,15 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
     Raises:
         CheckpointError: the folder cannot be read.
     """
+    whole: list[Record] = []
+    damaged: list[CheckpointError] = []
     for _ in range(_LOOKS):
         there, whole, damaged = paths(Path(folder)), [], []
         for path in there:
             try:
                 whole.append(check(read(path)) if verify else read(path))
-            except CheckpointError as error:
-                damaged.append(error)
+            except CheckpointError as found:
+                damaged.append(found)
         if paths(Path(folder)) == there:
             break  # else some were removed meanwhile, and newer ones are there
     for error in damaged:
@@ -337,7 +339,7 @@ def describe_machine() -> dict[str, object]:
     }
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603  # no shell
         facts["git commit"] = done.stdout.strip()
     return facts
 

@@ -106,7 +106,6 @@ class Run:
         self.closed = self._inside = False
         self.looping: int | None = None
         self._total: int | None = None
-        self._first = 0  # of the steps in ``steps``
         self._stop = _StopRequest()
         self._kept: dict[str, object] = {}
         self._models: dict[str, Any] = {}  # role -> policy or critic
@@ -136,8 +135,13 @@ class Run:
         checkpoints.write_json(self.folder / "run.json", self._facts)
         checkpoints.write_config(self.folder, config)
         self.trackers: list[Any] = [tracking.for_run(x, self.folder) if isinstance(x, str) else x for x in trackers]
+        self._logs: dict[str, Any] = {}  # by the names of their classes, numbered from the second of a class on
+        for tracker in self.trackers:
+            name = type(tracker).__name__
+            count = sum(type(x).__name__ == name for x in self._logs.values())
+            self._logs[f"{name}-{count + 1}" if count else name] = tracker
         logged = {} if self.record is None else self.record.logged
-        for name, tracker in self._named_trackers():  # what came after the checkpoint is done again
+        for name, tracker in self._logs.items():  # what came after the checkpoint is done again
             if callable(call := getattr(tracker, "rewind", None)):
                 known = name in logged and "at" in inspect.signature(call).parameters
                 call(self.step, at=logged[name]) if known else call(self.step)
@@ -202,23 +206,24 @@ class Run:
                 raise ConfigError(f"{text}; open the run again, rlkit.Run(folder), or set role= for another one")
             return self._models[role]
         given = {"folder": str(self.folder / checkpoints.POLICIES), "seed": seed, **options}
-        saved = None if self.record is None else self.record.policy(role)
+        record = self.record
+        saved = None if record is None else record.policy(role)
         if saved is not None:
             given = {key: x for key, x in given.items() if key not in ("init_from", "resume_from", "seed")}
             given["resume_from"] = saved
-        elif self.record is not None and not {"init_from", "resume_from"} & options.keys():
-            there = ", ".join(map(repr, self.record.policies)) or "no policy"
+        elif record is not None and not {"init_from", "resume_from"} & options.keys():
+            there = ", ".join(map(repr, record.policies)) or "no policy"
             raise ConfigError(
-                f"connect(role): the checkpoint of step {self.record.step} has {there}, but no {role!r}, so its "
+                f"connect(role): the checkpoint of step {record.step} has {there}, but no {role!r}, so its "
                 "training would be lost; use another folder for a new run, or give a start with init_from="
             )
         try:
             self._models[role] = opener(name, **given)
         except CheckpointError as error:  # its files are whole, so nothing falls back in silence
-            if saved is None:
+            if record is None or saved is None:
                 raise
-            older = [record.step for record in checkpoints.records(self.folder) if record.step < self.step]
-            remedy = f"to resume from step {older[-1]}, remove {self.record.path}" if older else "use another folder"
+            older = [each.step for each in checkpoints.records(self.folder) if each.step < record.step]
+            remedy = f"to resume from step {older[-1]}, remove {record.path}" if older else "use another folder"
             raise CheckpointError(f"{error}; {remedy}") from error
         self._connected[role] = asked
         self._note_models({})
@@ -300,7 +305,7 @@ class Run:
         self._check_open("steps")
         self._total = _check.integer("steps(total)", total, low=0)
         self._stop.watch(self._describe_stop)
-        self.looping, self._first = threading.get_ident(), self.step
+        self.looping = threading.get_ident()
         try:
             while self.step < total and not self.closed:
                 self._inside = True
@@ -308,23 +313,19 @@ class Run:
                 self._inside = False
                 self.step += 1
                 if self._stop.signal is not None:
-                    late = self.saved < self.step and self._last_call is not None  # it came after ``checkpoint``
-                    if late and not self.closed:
-                        self.checkpoint(**self._last_call)
+                    if self.saved < self.step and self._last_call is not None and not self.closed:
+                        self.checkpoint(**self._last_call)  # the signal came after the step's own
                     self._stop.end_loop(self.step)
         finally:
             self._inside, self.looping = False, None
             self._stop.unwatch()
 
     def _describe_stop(self) -> str:
-        if not self._stop.abandoned:
-            saves = self._last_call is not None or self.step == self._first  # in the first step it is not known yet
-            then = "then saving" if saves else "which the loop does not save"
-            return f"finishing the step, {then}; press Ctrl-C again to stop now"
-        if self.saved > self.step:
-            return f"step {self.step} is abandoned; its checkpoint is saved, so no step will be repeated"
-        again = f"step {self.step}" if self.saved == self.step else f"steps {self.saved}-{self.step}"
-        return f"step {self.step} is abandoned; {again} will be repeated"
+        if self._stop.abandoned:
+            return f"step {self.step} is abandoned; the run resumes with step {self.saved}"
+        saves = self._last_call is not None or self.saved == self.step  # in the first step it is not known yet
+        then = "then saving" if saves else "which the loop does not save"
+        return f"finishing the step, {then}; press Ctrl-C again to stop now"
 
     def checkpoint(
         self,
@@ -358,12 +359,13 @@ class Run:
         given: dict[str, Any] = dict(policies) if policy is None else {"policy": policy, **policies}
         self._check_saved(given)
         before = {} if self.record is None else self.record.kept  # what this program does not keep, the next one may
-        content = {
+        content: dict[str, object] = {
             "kept": {**before, **{name: capture(name, kept) for name, kept in self._kept.items()}},
             "metrics": encode("checkpoint(metrics)", protocol.checked(metrics or {}, after, "checkpoint")[0]),
             "seed": self.seed,
-            "logged": self._sync_trackers(),
         }
+        with checkpoints.as_checkpoint_error("the logs could not be synced"):  # a checkpoint counts their lines
+            content["logged"] = {name: x.sync() for name, x in self._logs.items() if callable(getattr(x, "sync", None))}
         self._note_models(given)
         saved = {role: self._models[role] for role in self._critics} | given if given else self._models
         futures = {role: model.save(f"step-{after:08d}") for role, model in saved.items()}
@@ -395,22 +397,9 @@ class Run:
 
     def _delete(self, paths: Sequence[str]) -> None:
         """Delete saves on a service."""
-        owner = next((model for model in self._models.values() if isinstance(model, Storage)), None)
-        for path in paths if owner is not None else ():
-            owner.delete(path)
-
-    def _named_trackers(self) -> Iterator[tuple[str, Any]]:
-        """Yield each under its class's name, numbered from the second of a class on."""
-        seen: dict[str, int] = {}
-        for tracker in self.trackers:
-            name = type(tracker).__name__
-            seen[name] = seen.get(name, 0) + 1
-            yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), tracker
-
-    def _sync_trackers(self) -> dict[str, object]:
-        """Return the ends of the logs on disk: a checkpoint refers to no line that a power failure could take."""
-        with checkpoints.as_checkpoint_error("the logs could not be synced"):
-            return {name: x.sync() for name, x in self._named_trackers() if callable(getattr(x, "sync", None))}
+        for owner in [model for model in self._models.values() if isinstance(model, Storage)][:1]:
+            for path in paths:
+                owner.delete(path)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log numbers of this step with every tracker.
@@ -429,7 +418,7 @@ class Run:
         self._warn_without_signal(metrics, at)
 
     def _warn_without_signal(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn once after three steps in a row without reward differences in any group; a step may log several times."""
+        """Warn once after three steps in a row without reward differences in any group; a step may log in parts."""
         names = ("train/with_signal", "rollout/with_signal", "rollout/cut")
         found = {name: float(metrics[name]) for name in names if isinstance(metrics.get(name), numbers.Real)}
         if self._signals is None or not found:
@@ -443,7 +432,9 @@ class Run:
         self._signals, hint = None, "inspect the answers with rlkit report"
         cut = [known["rollout/cut"] for known in seen.values() if "rollout/cut" in known]
         if any(cut):
-            params = [getattr(model, "_facts", dict)().get("last sampling") for model in self._models.values()]
+            params = [
+                getattr(model, "_facts", dict[str, Any])().get("last sampling") for model in self._models.values()
+            ]
             limit = next((f"={each.max_tokens}" for each in params if each is not None), "")
             hint = f"{100 * sum(cut) / len(cut):.0f} % of answers were cut at max_tokens{limit}"
         text = "no group had different rewards in the last 3 steps: the policy learned nothing; %s"
@@ -565,15 +556,23 @@ class _StopRequest:
                 if count == 1:
                     print(f"\nrlkit: {self._describe()}", file=sys.stderr, flush=True)
                 elif not hasattr(sys, "ps1"):  # the process of a notebook stays
-                    self.abandoned, text = True, self._describe()
+                    self.abandoned = True
+                    text = self._describe()
                     time.sleep(_PATIENCE)
                     print(f"rlkit: {text}", file=sys.stderr, flush=True)
                     os._exit(128 + number[0])
 
 
 _watching: weakref.WeakSet[_StopRequest] = weakref.WeakSet()
+
+
+def _restore_signals() -> None:
+    for request in _watching:
+        request.restore()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [request.restore() for request in _watching])
+    os.register_at_fork(after_in_child=_restore_signals)
 
 
 def _print_stop(usual: Callable[..., object], kind: type[BaseException], error: BaseException, trace: object) -> None:

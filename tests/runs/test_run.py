@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
+import time
 import warnings
 
 import attrs
@@ -24,11 +26,30 @@ from rlkit.advantages import RunningBaseline
 from rlkit.backends import saves
 from rlkit.report._page import RunFolder
 from rlkit.runs import Retention, Run, records
-from rlkit.tracking.surroundings import Settings
+from rlkit.runs.checkpoints import write_json
 from tests.models.build import build
 
-FEW = rlkit.SamplingParams(max_tokens=4)
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
+PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+HANGS = """
+import hashlib, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import rlkit
+
+def wait():
+    try:
+        time.sleep(600)
+    except BaseException:
+        pass
+
+with rlkit.Run(sys.argv[1], seed=0, trackers=("jsonl",)) as run:
+    policy = run.connect("toy")
+    for step in run.steps(9):
+        if step == 2:
+            print(flush=True)
+            exec(sys.argv[2])
+        run.checkpoint(policy)
+"""
 
 
 def some_steps(folder, steps, **options):
@@ -40,11 +61,6 @@ def some_steps(folder, steps, **options):
             policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
             run.checkpoint(policy, metrics={"score": float(-abs(step - 4))})
     return run
-
-
-def contents(folder):
-    """The bytes of each file, but for the lock, which names the process that opened the run last."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 class Counter:
@@ -166,24 +182,6 @@ class TestKeeping:
             with pytest.raises(rlkit.ConfigError, match="is empty"):
                 run.batch([], 2)
 
-    @pytest.mark.parametrize("order", [{}, {"order": 1}])
-    def test_a_run_of_an_earlier_version_is_refused(self, tmp_path, order):
-        """With what to do, whatever came after; no file is changed, and its weights can begin another run."""
-        some_steps(tmp_path / "old", 2)
-        newest = max((tmp_path / "old" / "checkpoints").iterdir())
-        policy = records(tmp_path / "old")[-1].policy("policy")
-        _, state = saves.read(newest, backend="run")
-        shutil.rmtree(newest)
-        saves.write(newest.parent, "step-00000002", lambda _: {k: v for k, v in state.items() if k != "order"} | order)
-        before = contents(tmp_path / "old")
-        said = f"of an earlier rlkit.*finish the run with that version, or start .*init_from={re.escape(repr(policy))}"
-        for _ in range(2):
-            with pytest.raises(rlkit.CheckpointError, match=said):
-                Run(tmp_path / "old", trackers=["jsonl"], config={"other": 1})
-        assert contents(tmp_path / "old") == before
-        with Run(tmp_path / "new", trackers=()) as run:
-            assert run.connect("toy", init_from=policy).version == 0
-
 
 class TestFolder:
     def test_modes_and_names(self, tmp_path):
@@ -194,13 +192,38 @@ class TestFolder:
             assert not mode & 0o077, (path, oct(mode))
 
     def test_one_writer(self, tmp_path):
-        code = f"import rlkit.runs; rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
-        with Run(tmp_path, trackers=()):
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-            assert done.returncode == 1
-            assert f"in use by process {os.getpid()}" in done.stderr
-        with Run(tmp_path, trackers=()):
-            pass
+        """Another process is refused, and named the holder; a thread may close the run, and a killed holder is none."""
+        opens = f"import rlkit.runs; run = rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
+        with subprocess.Popen(
+            [sys.executable, "-c", f"{opens}; print(flush=True); import time; time.sleep(600)"], **PIPES
+        ) as holder:
+            holder.stdout.readline()
+            with pytest.raises(rlkit.ConfigError, match=f"in use by process {holder.pid}; a run has one writer"):
+                Run(tmp_path, trackers=())
+            holder.kill()
+        run = Run(tmp_path, trackers=())
+        refused = subprocess.run([sys.executable, "-c", opens], **PIPES, check=False)
+        assert refused.returncode == 1
+        assert f"in use by process {os.getpid()}; a run has one writer" in refused.stderr
+        thread = threading.Thread(target=run.close)
+        thread.start()
+        thread.join()
+        subprocess.run([sys.executable, "-c", opens], check=True)
+
+    @pytest.mark.parametrize("end", ["sys.exit()", "run.close(); os._exit(0)", "del run; gc.collect(); os._exit(0)"])
+    def test_the_end_of_a_forked_child_frees_nothing(self, tmp_path, end):
+        code = f"""
+            import gc, os, subprocess, sys, rlkit.runs
+            opens = "import rlkit.runs; rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
+            run = rlkit.runs.Run({str(tmp_path)!r}, trackers=())
+            child = os.fork()
+            if child == 0:
+                {end}
+            os.waitpid(child, 0)
+            print(subprocess.run([sys.executable, "-c", opens], capture_output=True, text=True).stderr)
+        """
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], **PIPES, check=False)
+        assert "in use by process" in done.stdout, done.stderr
 
     def test_a_damaged_config_costs_a_warning(self, tmp_path):
         """Nothing goes on from it: the run does, and writes it anew."""
@@ -222,8 +245,6 @@ class TestFolder:
             assert run.seed == seed
         with pytest.raises(rlkit.ConfigError, match="began with"):
             Run(tmp_path, seed=seed + 1, trackers=())
-        with Run(tmp_path, trackers=()):
-            pass  # the refused one holds no lock
 
     def test_config_that_changes(self, tmp_path):
         @attrs.frozen
@@ -240,37 +261,13 @@ class TestFolder:
             Run(tmp_path, config=3, trackers=())
 
     @pytest.mark.parametrize(
-        "options", [{"grace": -1}, {"retention": 3}, {"seed": -1}, {"seed": "x"}, {"config": 3}, {"trackers": 3}]
+        "options",
+        [{"retention": 3}, {"seed": -1}, {"seed": "x"}, {"config": 3}, {"trackers": 3}, {"trackers": "jsonl"}],
     )
     def test_bad_options(self, tmp_path, options):
         with pytest.raises(rlkit.ConfigError):
-            Run(tmp_path / "x" / "y", **{"trackers": (), **options})
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.parametrize(
-        ("before", "left"),
-        [
-            (lambda run: None, []),
-            (lambda run: run.connect("toy", role="other"), []),
-            (lambda run: (run.folder.parent / "mine").mkdir(), ["mine"]),
-            (lambda run: run.connect("toy", role="other").save("x").result(), ["run"]),
-            (lambda run: run.log({"a": 1.0}), ["run"]),
-            (lambda run: next(run.steps(2)), ["run"]),
-        ],
-    )
-    def test_refused_before_the_first_step(self, tmp_path, before, left):
-        """The folders that were made for it are gone, unless there is something in them."""
-        above = tmp_path / "new" / "above"
-        run = Run(above / "run", seed=0, config={"a": 1})
-        before(run)
-        with pytest.raises(rlkit.UnknownNameError), run:
-            run.connect("nothing")
-        assert (sorted(path.name for path in above.iterdir()) if left else list(tmp_path.iterdir())) == left
-
-    def test_refused_where_there_was_a_folder(self, tmp_path):
-        with pytest.raises(rlkit.UnknownNameError), Run(tmp_path, seed=0) as run:
-            run.connect("nothing")
-        assert tmp_path.exists()
+            Run(tmp_path, **{"trackers": (), **options})
+        Run(tmp_path, trackers=()).close()  # the refused one holds no lock
 
     def test_closing_ends_the_loop(self, tmp_path):
         """The step in progress is the last one, whatever the total."""
@@ -337,7 +334,6 @@ class TestFolder:
         for old in (tmp_path / "run" / "checkpoints").iterdir():
             shutil.rmtree(old)
         state = {"backend": "run", "step": 0, "policies": {"policy": policy}, "kept": {}, "metrics": {}, "seed": 0}
-        state["order"] = 2
         saves.write(tmp_path / "run" / "checkpoints", "step-00000000", lambda _: state)
         if path != "ABSOLUTE":
             with pytest.warns(RuntimeWarning, match="not a path in the run"), pytest.raises(rlkit.CheckpointError):
@@ -453,7 +449,7 @@ class TestDamage:
         def refused(*args):
             raise OSError("read-only")
 
-        monkeypatch.setattr(rlkit.runs.record, "tidy", refused)
+        monkeypatch.setattr(rlkit.runs.checkpoints, "remove_leftovers", refused)
         with pytest.warns(RuntimeWarning, match="could not be removed: read-only"):
             some_steps(tmp_path, 1)
         assert [record.step for record in records(tmp_path)] == [1]
@@ -465,7 +461,7 @@ class TestDamage:
 
 
 class TestStopping:
-    """The first signal lets a step finish and be saved; what hangs is abandoned, wherever the main thread waits."""
+    """The first signal lets a step finish and be saved; the second ends the process, wherever it waits."""
 
     @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
     def test_the_step_is_finished_and_saved(self, tmp_path, number, raised):
@@ -485,9 +481,8 @@ class TestStopping:
             assert ended.value.code == 143
 
     def test_the_first_ctrl_c_gives_a_step_all_its_time_and_says_so(self, tmp_path, capsys):
-        """Unlike SIGTERM, whose grace this is."""
         late = threading.Event()
-        with Run(tmp_path, trackers=(), grace=0.0) as run, pytest.raises(KeyboardInterrupt, match="before step 2"):  # noqa: PT012
+        with Run(tmp_path, trackers=()) as run, pytest.raises(KeyboardInterrupt, match="before step 2"):  # noqa: PT012
             policy = run.connect("toy")
             for step in run.steps(9):
                 if step == 1:
@@ -495,7 +490,8 @@ class TestStopping:
                     threading.Timer(0.1, late.set).start()
                     assert late.wait(60.0)
                 run.checkpoint(policy, every=100)
-        assert "finishing step 1, then saving; Ctrl-C again to stop now" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.count("finishing the step, then saving; press Ctrl-C again to stop now\n") == 1
         assert [record.step for record in records(tmp_path)] == [2]
 
     def test_a_signal_behind_the_checkpoint_call_saves_the_step_too(self, tmp_path):
@@ -506,64 +502,77 @@ class TestStopping:
                 os.kill(os.getpid(), signal.SIGINT)
         assert [record.step for record in records(tmp_path)] == [1]
 
-    @pytest.mark.parametrize("second", [False, True])
-    def test_a_step_that_hangs_is_abandoned(self, tmp_path, second):
-        """By a second signal, or after the grace."""
-        never = threading.Event()
-        late = threading.Timer(60.0, never.set)
-        late.start()
-        with Run(tmp_path, trackers=(), grace=60.0 if second else 0.1) as run:
-            policy = run.connect("toy")
-            run.checkpoint(policy)
-            with pytest.raises(KeyboardInterrupt, match="last checkpoint: step 0; step 0 will be repeated"):  # noqa: PT012
-                for _ in run.steps(9):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    if second:
-                        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
-                    never.wait()
-        assert not never.is_set()
-        late.cancel()
+    @pytest.mark.parametrize(
+        ("number", "hangs"),
+        [
+            (signal.SIGINT, "time.sleep(600)"),
+            (signal.SIGTERM, "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"),  # minutes in native code
+            (signal.SIGTERM, "ThreadPoolExecutor().submit(time.sleep, 600).result()"),  # Python waits for its thread
+            (signal.SIGINT, "[wait() for _ in range(9)]"),  # goes on after an interruption
+        ],
+    )
+    def test_a_second_signal_ends_the_process(self, tmp_path, number, hangs):
+        """At once or within 5 s; the folder is free, and its checkpoint whole."""
+        with subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path), hangs], **PIPES) as process:
+            process.stdout.readline()
+            time.sleep(0.1)
+            process.send_signal(number)
+            began = time.monotonic()
+            process.stderr.readline()
+            assert "finishing the step, then saving" in process.stderr.readline()
+            assert time.monotonic() - began < 3
+            assert process.poll() is None
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+            assert process.wait(60)
+            assert time.monotonic() - began < 5 + 5  # the second 5: for a busy machine
+        assert "step 2 is abandoned; step 2 will be repeated" in said
+        assert "Traceback" not in said
         with Run(tmp_path, trackers=()) as run:
-            assert run.step == 0
-            assert run.record is not None
+            assert run.step == 2
 
-    @staticmethod
-    def drawn(folder, *, twice_at=None, moved=False):
-        """Train with samples and numbers that depend on all before; two signals in one step. Returns all of them."""
-        numbers = []
-        with Run(folder, seed=0, trackers=("jsonl",)) as run:
-            policy, rng = run.connect("toy"), run.rng("mine")
-            for step in run.steps(3):
-                numbers.append(
-                    (rng.integers(1000), policy.sampler().result().sample([65], FEW, n=2).result()[0].tokens[0])
-                )
-                run.log({"x": float(numbers[-1][0])})
-                policy.forward_backward(DATA, "cross_entropy")
-                if moved:
-                    policy.optim_step(rlkit.Adam(learning_rate=0.5)).result()
-                if step == twice_at:
+    @pytest.mark.parametrize(("saved", "again"), [(1, "steps 1-2"), (2, "step 2")])
+    def test_the_process_of_a_notebook_stays(self, tmp_path, monkeypatch, saved, again):
+        """There the second signal is an exception alone, which says what will be repeated."""
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        monkeypatch.setattr(rlkit.runs.run, "_PATIENCE", 0.0)
+        with Run(tmp_path, trackers=()) as run, pytest.raises(KeyboardInterrupt, match=f"step 2 is abandoned; {again}"):  # noqa: PT012
+            policy = run.connect("toy")
+            for step in run.steps(9):
+                if step == 2:
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGINT)
-                if not moved:
-                    policy.optim_step(rlkit.Adam(learning_rate=0.5))
-                run.checkpoint(policy, every=100)
-            return numbers, policy.forward(DATA).result().logprobs[0].tolist()
+                if step < saved:
+                    run.checkpoint(policy)
+        with Run(tmp_path, trackers=()) as run:
+            assert run.step == saved
 
-    @pytest.mark.parametrize("moved", [False, True])
-    def test_the_last_whole_step_of_an_abandoned_one_is_saved(self, tmp_path, moved):
-        """Where the policy has not moved since; what follows is what would have followed, to the last bit."""
-        expected = self.drawn(tmp_path / "through", moved=moved)
-        lost = "steps 0-1" if moved else "step 1"
-        with pytest.raises(KeyboardInterrupt, match=f"SIGINT: step 1 is abandoned; .*; {lost} will be repeated"):
-            self.drawn(tmp_path / "cut", twice_at=1, moved=moved)
-        assert [record.step for record in records(tmp_path / "cut")] == ([] if moved else [1])
-        numbers, logprobs = self.drawn(tmp_path / "cut", moved=moved)
-        assert (numbers, logprobs) == (expected[0][0 if moved else 1 :], expected[1])
-        rows = [(row["step"], row["metrics"]["x"]) for row in rlkit.tracking.read_metrics(tmp_path / "cut")]
-        assert rows == [(step, float(number)) for step, (number, _) in enumerate(expected[0])]
+    def test_signals_of_a_forked_child_are_not_the_runs(self, tmp_path):
+        """It ends as it would have, and the run does not."""
+        with Run(tmp_path, trackers=()) as run:
+            for _ in run.steps(2):
+                child = os.fork()
+                if child == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                time.sleep(0.05)
+                os.kill(child, signal.SIGTERM)
+                assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert run.step == 2
+
+    def test_an_event_loop_still_gets_its_signals(self, tmp_path):
+        async def main():
+            told = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+            with Run(tmp_path, trackers=()) as run:
+                for _ in run.steps(1):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    await asyncio.wait_for(told.wait(), 60)
+
+        asyncio.run(main())
 
     def test_a_stop_that_nothing_catches_is_one_line(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr("gc.freeze", lambda: None)  # of a process that ends
         monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
         with pytest.raises(KeyboardInterrupt) as stopped, Run(tmp_path, trackers=()) as run:  # noqa: PT012
             for _ in run.steps(9):
@@ -590,11 +599,13 @@ class TestSettings:
     """What a run was made with is kept without being typed into ``config=``."""
 
     def test_the_policy_and_what_was_last_asked_of_it(self, tmp_path):
-        kept = tmp_path / "run" / "settings.json"
+        def read_models():
+            return json.loads((tmp_path / "run" / "run.json").read_text())["models"]
+
         with Run(tmp_path / "run", seed=0, config={}, trackers=()) as run:
             policy = run.connect("local", model=str(build("llama", tmp_path / "model")), lora=rlkit.Lora(rank=2))
             critic = run.critic("toy", tokenizer=policy.tokenizer)
-            made = json.loads(kept.read_text())
+            made = read_models()
             assert made["policy"]["options"]["lora"]["rank"] == made["policy"]["lora"]["rank"] == 2
             assert (made["policy"]["dtype"], made["policy"]["device"]) == ("float32", "cpu")
             assert made["critic"]["backend"] == "toy"
@@ -604,7 +615,7 @@ class TestSettings:
                 policy.forward_backward(DATA, "cross_entropy")
                 policy.optim_step(rlkit.Adam(learning_rate=0.125)).result()
                 run.checkpoint()
-        last = json.loads(kept.read_text())["policy"]
+        last = read_models()["policy"]
         assert last["last loss"]["name"] == "cross_entropy"
         assert last["last optimizer step"]["learning_rate"] == 0.125
         assert last["last sampling"]["max_tokens"] == 3
@@ -612,15 +623,29 @@ class TestSettings:
         assert page["policy"]["last loss"] == {"name": "cross_entropy"}
         assert critic.version == 0
 
-    def test_other_settings_are_no_reason_to_refuse_and_damaged_ones_are_not_read(self, tmp_path):
-        for length, damage in ((64, False), (128, True)):
-            with Run(tmp_path, seed=0, config={}, trackers=()) as run:
+    def test_other_options_are_no_reason_to_refuse(self, tmp_path):
+        """Neither is a run.json that is gone or damaged, where a checkpoint has the seed."""
+        for length, damage in ((64, None), (128, "["), (256, "gone"), (512, None)):
+            with warnings.catch_warnings(), Run(tmp_path, config={}, trackers=()) as run:
                 policy = run.connect("toy", max_length=length)
-                assert json.loads((tmp_path / "settings.json").read_text())["policy"]["max_length"] == length
+                facts = json.loads((tmp_path / "run.json").read_text())
+                assert (facts["seed"], facts["models"]["policy"]["max_length"]) == (run.seed, length)
                 run.checkpoint(policy)
-            if damage:
-                (tmp_path / "settings.json").write_text("[")
+            if damage == "gone":
+                (tmp_path / "run.json").unlink()
+            elif damage:
+                (tmp_path / "run.json").write_text(damage)
                 assert RunFolder(tmp_path).settings() == {}
+                warnings.simplefilter("ignore", RuntimeWarning)
+
+    def test_the_machine(self, tmp_path):
+        """Of this start; what it was connected to before stays."""
+        for _ in range(2):
+            Run(tmp_path, config={}, trackers=()).close()
+        facts = json.loads((tmp_path / "run.json").read_text())
+        assert facts["machine"]["versions"]["numpy"] == np.__version__
+        assert {"command", "python", "system", "started"} <= facts["machine"].keys()
+        assert RunFolder(tmp_path).facts("machine") == facts["machine"]
 
     def test_keys_are_not_written(self, tmp_path):
         """Neither of an option nor of an object's fields."""
@@ -630,7 +655,8 @@ class TestSettings:
             url: str
             api_key: str
 
-        Settings(tmp_path).note({"policy": {"api_key": "hush-hush", "sampler": Server("http://a", "hush"), "f": build}})
-        written = (tmp_path / "settings.json").read_text()
+        options = {"api_key": "hush-hush", "sampler": Server("http://a", "hush"), "f": build}
+        write_json(tmp_path / "run.json", {"policy": options})
+        written = (tmp_path / "run.json").read_text()
         assert "hush" not in written
         assert json.loads(written)["policy"]["f"] == "build"
