@@ -115,23 +115,23 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name, damage):
+def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name):
     """A file that a checkpoint counted, and that is not there as it was. The run goes on; what is whole stays."""
-    play(tmp_path, 5)
-    data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(DAMAGES[damage](data))
-    with pytest.warns(RuntimeWarning, match=rf"{name}.*lines may be lost"):
-        run = Run(tmp_path, trackers=("jsonl",))
-    run.close()
-    left = steps_of(tmp_path)
-    assert left.pop(name) == list(range(len((tmp_path / name).read_text().splitlines())))
-    assert all(steps == list(range(5)) for steps in left.values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        play(tmp_path, 6)
-    play(tmp_path, 7)  # the new checkpoint counts what there is, so it is not said again
-    assert steps_of(tmp_path)[name][-2:] == [5, 6]
+    play(tmp_path / "whole", 5)
+    for damage, damaged in DAMAGES.items():
+        folder = tmp_path / damage
+        shutil.copytree(tmp_path / "whole", folder)
+        (folder / name).write_bytes(damaged((folder / name).read_bytes()))
+        with pytest.warns(RuntimeWarning, match=rf"{name}.*lines may be lost"):
+            Run(folder, trackers=("jsonl",)).close()
+        left = steps_of(folder)
+        assert left.pop(name) == list(range(len((folder / name).read_text().splitlines()))), damage
+        assert all(steps == list(range(5)) for steps in left.values())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            play(folder, 6)
+        play(folder, 7)  # the new checkpoint counts what there is, so it is not said again
+        assert steps_of(folder)[name][-2:] == [5, 6]
 
 
 def test_going_back_to_an_older_checkpoint(tmp_path):
@@ -192,39 +192,33 @@ class TestRewinding:
 
 
 class TestSeed:
-    """The seed is in run.json, and in every checkpoint."""
+    """The seed is in every checkpoint, and before the first one in run.json."""
 
-    @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"seed": 1e999}', '{"seed": 1.5}', "[" * 9000, "\ud800"])
-    def test_it_comes_from_the_checkpoint(self, tmp_path, text):
-        """Where run.json is missing or damaged; another one that is given is refused as ever."""
+    def test_it_comes_from_the_checkpoint(self, tmp_path):
+        """Whatever run.json is; it is written again. Another one that is given is refused as ever."""
         play(tmp_path, 2)
         path = tmp_path / "run.json"
-        for options in ({}, {"seed": 0}):
+        other = '{"format": 1, "seed": 9}'
+        for text in (None, other, "", "{", "[]", '{"seed": 1e999}', '{"seed": 1.5}', "[" * 9000, "\ud800"):
             path.unlink()
             if text is not None:
                 path.write_bytes(text.encode("utf-8", "surrogatepass"))
-            with (
-                pytest.warns(RuntimeWarning, match="the seed is the checkpoint's"),
-                Run(tmp_path, trackers=(), **options) as run,
-            ):
-                assert (run.seed, run.step) == (0, 2)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with Run(tmp_path, seed=0, trackers=()) as run:
+                    assert (run.seed, run.step) == (0, 2), text
+            assert len(said) == (text not in (None, other))
+            assert all("run.json is damaged, and written again" in str(each.message) for each in said)
             assert json.loads(path.read_text())["seed"] == 0
-        path.unlink()
-        with pytest.warns(RuntimeWarning), pytest.raises(rlkit.ConfigError, match="began with 0"):
+        with pytest.raises(rlkit.ConfigError, match="began with 0"):
             Run(tmp_path, seed=9, trackers=())
 
-    def test_another_runs_is_refused(self, tmp_path):
-        play(tmp_path, 2)
-        (tmp_path / "run.json").write_text('{"format": 1, "seed": 9}')
-        for options in ({}, {"seed": 0}, {"seed": 9}):
-            with pytest.raises(rlkit.CheckpointError, match="seed 9, but the checkpoint of step 2 has 0"):
-                Run(tmp_path, trackers=(), **options)
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000])
-    def test_without_a_checkpoint_it_is_refused(self, tmp_path, text):
-        (tmp_path / "run.json").write_text(text)
-        with pytest.raises(rlkit.CheckpointError, match="damaged"):
-            Run(tmp_path, trackers=())
+    def test_without_a_checkpoint_it_is_refused(self, tmp_path):
+        for text in ("", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000, "{}"):
+            (tmp_path / "run.json").write_text(text)
+            with pytest.raises(rlkit.CheckpointError, match="damaged"):
+                Run(tmp_path, trackers=())
+            assert (tmp_path / "run.json").read_text() == text
 
 
 NOTHING = {"rollout/with_signal": 0.0, "rollout/cut": 0.5}
