@@ -42,9 +42,7 @@ OBJECTIVES = {
     "on_policy_distill": "train/kl_teacher",
     "jsd": "train/kl_teacher",
 }
-SLOW = {("remax", "local"): (40, 0.005)}  # steps and rate: the greedy episode of an untrained model is a poor baseline
 ALIASES = ("grpo_verl", "mix_chord")
-IN_CONTEXT = ("sdpo",)  # learns from what a model reads, which neither the toy nor two random layers understand
 TURNS = {"gigpo": 2, "multi_step_grpo": 2}
 
 
@@ -133,10 +131,10 @@ def settings(algorithm: str, name: str, folder: Path, where: tuple[str, dict[str
         "checkpoint_root_dir": folder,
         "name": f"{algorithm}-{name}",
         "algorithm.algorithm_type": algorithm,
-        "algorithm.optimizer.lr": SLOW.get((algorithm, name), (steps, RATES[name]))[1],
+        "algorithm.optimizer.lr": RATES[name],
         "algorithm.optimizer.weight_decay": 0.0,
         "buffer.batch_size": 4,
-        "buffer.total_steps": SLOW.get((algorithm, name), (steps, 0))[0],
+        "buffer.total_steps": steps,
         "model.max_response_tokens": 6,
         "monitor.trajectories": "false",
     }
@@ -207,9 +205,7 @@ def shown(row: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", default=["toy", "local", "fake"], choices=list(RATES))
-    parser.add_argument(
-        "--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in (*ALIASES, *IN_CONTEXT)]
-    )
+    parser.add_argument("--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in ALIASES])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

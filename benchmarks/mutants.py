@@ -103,7 +103,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/backends/tinker/test_routes.py"],
     ),
     "recipes": (
-        ["rlkit/credit.py", "rlkit/recipes/method.py"],
+        ["rlkit/credit.py", "rlkit/recipes/loop.py"],
         ["tests/test_credit.py"],
         ["tests/test_credit.py", "tests/recipes/test_parts.py"],
     ),

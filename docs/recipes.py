@@ -9,9 +9,6 @@ from pathlib import Path
 
 import rlkit
 from rlkit.recipes import algorithms
-from rlkit.recipes.method import NAMES, differences, fixed_differences, resolve
-from rlkit.recipes.settings import Algorithm, Settings
-from rlkit.recipes.settings import table as table_of_keys
 
 PAGE = Path(__file__).with_name("recipes.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms-table.json"
@@ -34,7 +31,7 @@ def recipes() -> str:
 def recipe(name: str, row: algorithms.Recipe) -> str:
     """One row of it."""
     named = [x if isinstance(x, str) else getattr(x, "__name__", "") for x in (row.advantage, row.loss)]
-    beside = {
+    extra = {
         "demonstrations": "rows",
         "pairs": "pairs",
         "texts": "texts",
@@ -45,40 +42,12 @@ def recipe(name: str, row: algorithms.Recipe) -> str:
     loss = f"`{named[1]}`" + "".join(f" {said(key, value)}" for key, value in row.loss_args.items())
     weights = "" if row.data == "pairs" else row.weights
     estimator = f"`{named[0]}`" if named[0] else ""
-    return f"| `{name}` | {estimator} | {loss} | {weights} | {beside[row.data]}{needs} | {row.source} |"
+    return f"| `{name}` | {estimator} | {loss} | {weights} | {extra[row.data]}{needs} | {row.source} |"
 
 
 def said(key: str, value: object) -> str:
     """A setting."""
     return key if value is True else f"{key} {value:g}"
-
-
-def defaults() -> str:
-    """What each algorithm of Trinity's has there where nothing is set, beside what it has here."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for name in NAMES:
-        given = Algorithm(algorithm_type=name)
-        method = resolve(given)
-        told = [f"`{key}` {theirs} / {shown(ours)}" for key, (ours, theirs) in differences(given, method).items()]
-        names.setdefault(("; ".join(told) or "none", "; ".join(fixed_differences(given, method))), []).append(
-            f"`{name}`"
-        )
-    rows = (f"| {', '.join(mine)} | {told} | {said} |" for (told, said), mine in names.items())
-    return table("| name | setting: there / here | other differences |", rows)
-
-
-def shown(value: object) -> str:
-    """A default of ours."""
-    return "off" if value is None else str(value)
-
-
-def settings(*kinds: str) -> str:
-    """Keys of these kinds with what they mean; those with one reason stand together."""
-    found: dict[str, list[str]] = {}
-    for key, kind, why in table_of_keys(Settings):
-        if kind in kinds:
-            found.setdefault(why, []).append(key)
-    return table("| key | |", (f"| {', '.join(f'`{key}`' for key in names)} | {why} |" for why, names in found.items()))
 
 
 def results() -> str:
@@ -110,12 +79,6 @@ def page(text: str) -> str:
     """The page with its tables made anew."""
     parts = {
         "algorithms": recipes(),
-        "defaults": defaults(),
-        "mapped": settings("mapped"),
-        "own": settings("rlkit's own"),
-        "refused": settings("refused"),
-        "unfollowed": settings("not followed"),
-        "unused": settings("without effect"),
         "results": results(),
     }
     for name, made in parts.items():

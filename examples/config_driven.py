@@ -42,7 +42,8 @@ def first_wins(rewards: list[np.ndarray]) -> list[np.ndarray]:
     return [np.where(np.arange(r.size) == r.argmax(), r.max() - r.mean(), 0.0) for r in rewards]
 
 
-recipes.algorithms.register("first_wins", recipes.Recipe("an example", advantage=first_wins, loss="cispo"))
+row = recipes.Recipe("an example", data="rollouts", advantage=first_wins, loss="cispo")
+recipes.algorithms.register("first_wins", row)
 
 
 def main(arguments: list[str]) -> list[recipes.Outcome]:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import attrs
 import numpy as np
+from dotenv import load_dotenv
 
 import rlkit
 from rlkit import advantages, config, credit, envs, losses, rewards, tracking
@@ -331,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         for folder in (Path(), Path(args.config_path).parent):
-            config.read_env(folder / ".env")
+            load_dotenv(folder / ".env", override=False, interpolate=False)
         train(config.load(Settings, args.config_path, args.overrides))
     except rlkit.RlkitError as error:
         sys.exit(f"openreward.py: {error}")

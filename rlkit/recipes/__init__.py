@@ -11,9 +11,9 @@ environment a function in ``environments``, a reward one in ``rewards``. Needs t
 from __future__ import annotations
 
 from rlkit.recipes import algorithms
-from rlkit.recipes._stages import Outcome, check, run
 from rlkit.recipes.algorithms import Recipe
 from rlkit.recipes.settings import Settings, Taskset, load
+from rlkit.recipes.stages import Outcome, check, run
 from rlkit.recipes.tasks import environments, rewards
 
 __all__ = ["Outcome", "Recipe", "Settings", "Taskset", "algorithms", "check", "environments", "load", "rewards", "run"]

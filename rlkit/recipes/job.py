@@ -1,42 +1,47 @@
-"""Build the job of a run: its settings become small objects, and mistakes in them are found before any work."""
+"""Build the job of a run from its settings: mistakes in them are found before any work."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import inspect
-import json
 import logging
 import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import attrs
+import numpy as np
 
-from rlkit import _check, _runtime, backends, storage, tracking
-from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
-from rlkit.chat.templates import Template
+from rlkit import _check, backends, schedules, storage, tracking
+from rlkit._interaction import Message, Observation
+from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.tokenizers import tokenizer_from
+from rlkit.chat import Chat, Conversation
 from rlkit.config import dump
 from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
-from rlkit.recipes import _models
 from rlkit.recipes import tasks as environments
-from rlkit.recipes._models import ChatOptions, PolicyOptions, Schedule
-from rlkit.recipes.data import Example, fit, read_examples, read_rows
-from rlkit.recipes.method import CORRECTIONS, Method, Operators, correction_of, notes, resolve
-from rlkit.recipes.settings import Algorithm, Experience, Format, Monitor, Settings, Synchronizer, Taskset, Teacher
-from rlkit.recipes.settings import check as check_keys
+from rlkit.recipes.algorithms import Method, resolve
+from rlkit.recipes.data import RAW, Example, fit, read_examples, read_rows
+from rlkit.recipes.settings import Experience, Format, Model, Operator, Settings, Taskset
 from rlkit.recipes.tasks import MASKED
 from rlkit.rollouts import Plan
-from rlkit.trajectory import Group
-from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
+from rlkit.trajectory import Group, Trajectory
+from rlkit.types import OPTIONAL_OPTIONS, Adam, Lora, SamplingParams
 
-__all__ = ["NOTE", "Job", "Learnt", "build_job", "check_rows", "make_plan"]
+__all__ = ["NOTE", "Job", "Operators", "Policy", "Rows", "build_job", "check_rows", "choose_policy", "make_plan"]
 
 logger = logging.getLogger("rlkit.recipes")
+NOTE = 15
+"""A level of logging between DEBUG and INFO: the output of ``--check``."""
 
-
+_PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_OF_SAMPLERS = ("model", "base_url", "api_key", "dtype", "device", "client", "tokenizer", "project")
 _LOWEST = {
+    "buffer.batch_size": 1,
     "buffer.train_batch_size": 0,
     "buffer.total_epochs": 1,
     "trainer.save_interval": 0,
@@ -44,37 +49,258 @@ _LOWEST = {
     "trainer.epochs": 1,
     "trainer.critic_warmup": 0,
     "explorer.eval_interval": 1,
+    "explorer.max_retry_times": 0,
     "synchronizer.sync_interval": 1,
     "synchronizer.sync_offset": 0,
     "algorithm.optimizer.lr_warmup_steps": -1,
 }
+CORRECTIONS = (
+    *("token_tis", "sequence_tis", "icepop", "batch_normalized", "token_mask", "sequence_mask"),
+    *("geometric_sequence_mask", "outlier_veto"),
+)
+
+
+@attrs.frozen
+class Policy:
+    """The policy: a backend, the options of ``rlkit.connect`` besides seed and folder, and the seed of the run."""
+
+    backend: str
+    options: Mapping[str, Any]
+    seed: int | None = None
+
+    @property
+    def of_sampler(self) -> dict[str, Any]:
+        """Options of a sampler of the same kind."""
+        return {name: value for name, value in self.options.items() if name in _OF_SAMPLERS}
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """Rows that are imitated or preferred, and the key of the setting that leaves out those longer than the context."""
+
+    examples: Sequence[Example] = ()
+    leave_out: bool = False
+    setting: str = ""
+
+
+@attrs.frozen(eq=False)
+class Operators:
+    """The operators of a run, in their order.
+
+    Attributes:
+        filters: functions of a group that return the trajectories to keep.
+        masks: whether answers that were cut are not trained on; they stay in their group's baseline.
+        unused: keys of operators without effect.
+    """
+
+    filters: Sequence[Callable[[Group], Sequence[Trajectory]]] = ()
+    masks: bool = False
+    unused: Sequence[str] = ()
+
+    def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups with the kept trajectories, and how many were dropped."""
+        before, left = sum(map(len, groups)), list(groups)
+        for keep in self.filters:
+            pairs = [(group, list(keep(group))) for group in left]
+            left = [attrs.evolve(group, trajectories=kept) for group, kept in pairs if kept]
+        numbers = {"filter/operators": float(before - sum(map(len, left)))} if self.filters else {}
+        return left, numbers
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """A run's settings, checked and resolved.
+
+    Attributes:
+        settings: all of them.
+        method: the algorithm.
+        mode: "both", "explore", "train" or "bench".
+        total: steps.
+        policy: the policy's backend and options.
+        form: the format of prompts and rows.
+        tasks: the tasks to play, or None.
+        held_out: the tasks to evaluate on.
+        plan: the plan of training episodes; the chat and the seed are added when the run begins.
+        rows: the rows to imitate or prefer.
+        stored: groups to train from, or None.
+        operators: operations on groups before they train.
+        masked: names of environments whose answers do not train where they were cut.
+        correction: a name of ``rlkit.corrections``, or None.
+        needs: the models besides the policy: "critic", "teacher".
+    """
+
+    settings: Settings
+    method: Method
+    mode: str
+    total: int
+    policy: Policy
+    form: Format
+    tasks: TaskSource | None
+    held_out: Sequence[environments.HeldOut]
+    plan: Plan
+    rows: Rows
+    stored: Sequence[Group] | None
+    operators: Operators
+    masked: frozenset[str]
+    correction: str | None
+    needs: Sequence[str]
+
+    @property
+    def config(self) -> dict[str, object]:
+        """All settings as plain data, for the run's folder."""
+        return dump(self.settings)
+
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        """Return the rendering of prompts and rows; a template without thinking accepts ``enable_thinking: false``."""
+        model, form = self.settings.model, self.form
+        template = _PLAIN if form.raw else model.custom_chat_template
+        make = functools.partial(
+            _Chat, tokenizer, system=form.system_prompt, template=template, prefill=form.reply_prefix or ""
+        )
+        chat = make()
+        if model.enable_thinking is None:
+            return chat
+        switches = set() if chat.template is None else {"enable_thinking", "thinking"} & chat.template.names
+        if not model.enable_thinking and not switches:
+            logger.info("without effect: enable_thinking false (the chat template has no such switch)")
+            return chat
+        return make(thinking=model.enable_thinking)
+
+    def adam(self, step: int, base: float | None = None) -> Adam:
+        """Return the optimizer of a step; ``base`` replaces the section's learning rate (a critic's)."""
+        optimizer, rate = self.settings.algorithm.optimizer, self.rate(step)
+        if base is not None and optimizer.lr:
+            rate *= base / optimizer.lr
+        beta1, beta2 = optimizer.betas
+        clip = self.settings.trainer.grad_clip
+        return Adam(rate, beta1, beta2, optimizer.eps, optimizer.weight_decay, clip)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate: a warm-up, then constant, or falling to lr min_lr_ratio at the last step."""
+        optimizer = self.settings.algorithm.optimizer
+        warm = optimizer.lr_warmup_steps
+        if warm < 0:
+            warm = math.floor(optimizer.lr_warmup_steps_ratio * self.total)
+        if step < warm:
+            return optimizer.lr * schedules.warmup(step, steps=warm)
+        if optimizer.lr_scheduler_type == "constant":
+            return optimizer.lr
+        fall = schedules.cosine if optimizer.lr_scheduler_type == "cosine" else schedules.linear
+        end, left = optimizer.lr * optimizer.min_lr_ratio, max(self.total - warm, 1)
+        return fall(step - warm, start=optimizer.lr, end=end, steps=left)
+
+
+class _Chat(Chat):
+    """A chat that sends prompts of ``raw_prompt`` unchanged, and renders all others."""
+
+    def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
+        if not isinstance(observation, (str, np.ndarray)) and observation and observation[0].get("role") == RAW:
+            plain = Chat(self.tokenizer, template=_PLAIN, prefill=self.prefill, history=self.history)
+            return plain.start(str(observation[0]["content"]), tools)
+        return super().start(observation, tools)
+
+
+def build_job(settings: Settings) -> Job:
+    """Return the job that these settings describe; it reads files, but connects nothing.
+
+    Raises:
+        ConfigError, UnknownNameError, DataError: naming the setting.
+    """
+    mode = {"colocate": "both"}.get(settings.mode, settings.mode)
+    if mode == "serve":
+        raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "use `rlkit serve` instead")
+    _check_numbers(settings)
+    method, policy, inputs = resolve(settings.algorithm), choose_policy(settings), settings.buffer.explorer_input
+    operators = read_operators(settings.data_processor.experience_pipeline.operators)
+    tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
+    plan = make_plan(settings, method.recipe.repeat_times)
+    held_out = environments.held_out_tasks(settings.buffer, plan.params)
+    _check_mode(settings, method, mode, evaluates=bool(held_out))
+    rolls_out = method.recipe.rolls_out
+    source = environments.training_tasks(settings.buffer) if rolls_out and mode in ("both", "explore") else None
+    rows, form = _read_rows(settings, method) if mode in ("both", "train") else (Rows(), None)
+    stored = _read_stored(settings.buffer.trainer_input.experience_buffer) if rolls_out and mode == "train" else None
+    forms = [*([form] if form is not None else []), *environments.rendered_forms(inputs)]
+    _check_forms(settings.name, forms)
+    if settings.monitor.monitor_type not in (None, "none"):
+        tracking.registry[settings.monitor.monitor_type]  # raises UnknownNameError
+    _check_needs(settings, method, policy, mode)
+    if source is not None:
+        plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **_own_sampling(inputs.taskset)))
+        _check_sampling(settings, method, policy.backend, plan.params, trains=mode == "both")
+    job = Job(
+        settings=settings,
+        method=method,
+        mode=mode,
+        total=_count_steps(settings, rows.examples if source is None and stored is None else source or stored or ()),
+        policy=policy,
+        form=forms[0] if forms else tasksets[0].format if tasksets else Format(),
+        tasks=source,
+        held_out=held_out,
+        plan=plan,
+        rows=rows,
+        stored=stored,
+        operators=operators,
+        masked=frozenset(
+            x.name for x in tasksets if (x.default_workflow_type or inputs.default_workflow_type) in MASKED
+        ),
+        correction=_choose_correction(
+            settings.algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None
+        ),
+        needs=method.recipe.needs if mode in ("both", "train") else (),
+    )
+    job.adam(0)  # raises for a wrong number
+    if "critic" in job.needs:
+        choose_critic(settings, policy)
+    of_verl = ["trainer.trainer_config"] if settings.trainer.trainer_config.keys() - {"critic"} else []
+    _log_ignored([*settings.without_effect, *of_verl, *method.unused, *operators.unused], settings.not_followed)
+    return job
+
+
+def _find_masked(tasksets: Sequence[Taskset], default: str | None) -> frozenset[str]:
+    return frozenset(each.name for each in tasksets if (each.default_workflow_type or default) in MASKED)
+
+
+def _log_ignored(ignored: Sequence[str], not_followed: Sequence[str]) -> None:
+    """Log the keys of a file that do not have their effect here; last those that change the training."""
+    if ignored:
+        logger.info("without effect, since rlkit has no such engines, workers or files: %s", ", ".join(ignored))
+    if not_followed:
+        text = "changes training in Trinity-RFT, but is not supported (tasks and rows are shuffled by the seed): %s"
+        logger.warning(text, ", ".join(not_followed))
 
 
 def _check_numbers(settings: Settings) -> None:
-    """Raise for a name or number that is out of range, and for two names of one thing that disagree."""
+    """Raise for a name or number that is out of range."""
     for where in ("project", "group", "name"):
         path = Path(getattr(settings, where))
         if path.is_absolute() or ".." in path.parts:
             raise ConfigError(where, f"is {str(path)!r}", "a name below checkpoint_root_dir")
-    optimizer, trainer, sync = settings.algorithm.optimizer, settings.trainer, settings.synchronizer
     for where, low in _LOWEST.items():
-        _check.integer(where, operator.attrgetter(where)(settings), low=low)
+        _check.integer(where, attrgetter(where)(settings), low=low)
+    optimizer = settings.algorithm.optimizer
     for where, high in (("lr", None), ("min_lr_ratio", 1.0), ("lr_warmup_steps_ratio", 1.0)):
         _check.real(f"algorithm.optimizer.{where}", getattr(optimizer, where), low=0.0, high=high)
     if len(optimizer.betas) != 2:
         raise ConfigError("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two")
-    clip = None if trainer.grad_clip == 1.0 else trainer.grad_clip
-    for where, value, other, wanted in (
-        ("synchronizer.explorer_sync_interval", sync.explorer_sync_interval, "sync_interval", sync.sync_interval),
-        ("synchronizer.trainer_sync_interval", sync.trainer_sync_interval, "sync_interval", sync.sync_interval),
-        ("trainer.total_steps", trainer.total_steps, "buffer.total_steps", settings.buffer.total_steps),
-        ("algorithm.optimizer.clip_grad", optimizer.clip_grad, "trainer.grad_clip", clip),
-    ):
-        if None not in (value, wanted) and value != wanted:
-            raise ConfigError(where, f"is {value}", f"{other}, {wanted}")
+    _check.choice("algorithm.correction", settings.algorithm.correction, ("auto", "none", *CORRECTIONS))
+    read_critic_loss(settings)
+    steps, total = settings.trainer.total_steps, settings.buffer.total_steps
+    if None not in (steps, total) and steps != total:
+        raise ConfigError("trainer.total_steps", f"is {steps}", f"buffer.total_steps, {total}")
+    if settings.model.max_model_len is not None:
+        _check.integer("model.max_model_len", settings.model.max_model_len, low=2)
 
 
-def _check_needs(settings: Settings, method: Method, mode: str, policy: PolicyOptions) -> None:
+def _check_mode(settings: Settings, method: Method, mode: str, *, evaluates: bool) -> None:
+    if mode == "bench" and not evaluates:
+        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
+    if mode == "explore" and not method.recipe.rolls_out:
+        name = settings.algorithm.algorithm_type
+        raise ConfigError("mode", "is 'explore'", f"a mode that {name} supports", "it plays no episodes")
+
+
+def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) -> None:
     """Raise where a requirement of the algorithm is missing; log settings that it does not need."""
     algorithm, teachers = settings.algorithm, settings.explorer.auxiliary_models
     for key, value, need in (
@@ -92,7 +318,11 @@ def _check_needs(settings: Settings, method: Method, mode: str, policy: PolicyOp
         raise ConfigError("algorithm.entropy_loss_fn", "is 'exact'", "default", why)
 
 
-def _check_sampling(settings: Settings, method: Method, mode: str, backend: str, params: SamplingParams) -> None:
+def _own_sampling(taskset: Taskset | None) -> dict[str, Any]:
+    return {} if taskset is None else taskset.rollout_args.cut
+
+
+def _check_sampling(settings: Settings, method: Method, backend: str, params: SamplingParams, *, trains: bool) -> None:
     """Raise if the sampling settings do not fit the loss or the backend."""
     inputs = settings.buffer.explorer_input
     played = {"buffer.explorer_input.taskset": inputs.taskset} if inputs.taskset is not None else {}
@@ -101,63 +331,30 @@ def _check_sampling(settings: Settings, method: Method, mode: str, backend: str,
         own = taskset.rollout_args.temperature
         key = "model.temperature" if own is None else f"{where}.rollout_args.temperature"
         drawn = params if own is None else attrs.evolve(params, temperature=own)
-        if "sampling_logprobs" in method.inputs:
-            _check_whole(key, drawn, method.recipe.loss)
-        if backend == "tinker":
-            _check_service(key, drawn, rescored=mode != "both" or "off_temperature" in settings.options)
+        if "sampling_logprobs" in method.inputs and (drawn.temperature == 0 or drawn.reshapes):
+            options = drawn.sampling_options.items()
+            others = {k: v for k, v in options if k in ("top_p", "top_k") or v != OPTIONAL_OPTIONS.get(k, v)}
+            what = f"is {drawn.temperature}, " + ", ".join(f"{name} {value}" for name, value in others.items())
+            why = f"the loss {method.recipe.loss} forms a ratio to the sampling policy"
+            raise ConfigError(key, what, "sampling from the whole distribution", why)
+        if backend != "tinker":
+            continue
+        if any(getattr(drawn, name) != neutral for name, neutral in OPTIONAL_OPTIONS.items()):
+            expected = "only top_p and top_k"
+            raise ConfigError("model", "has min_p or a penalty", expected, "a Tinker service supports no others")
+        if drawn.temperature != 1 and trains and "off_temperature" not in settings.options:
+            expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"
+            raise ConfigError(key, f"is {drawn.temperature}", expected, why)
 
 
-def _check_whole(key: str, params: SamplingParams, loss: object) -> None:
-    """Raise unless tokens are drawn from the policy's whole distribution."""
-    if params.temperature == 0 or params.reshapes:
-        drawn = params.sampling_options.items()
-        others = {k: v for k, v in drawn if k in ("top_p", "top_k") or v != OPTIONAL_OPTIONS.get(k, v)}
-        what = f"is {params.temperature}, " + ", ".join(f"{name} {value}" for name, value in others.items())
-        why = f"the loss {loss} forms a ratio to the sampling policy"
-        raise ConfigError(key, what, "sampling from the whole distribution", why)
-
-
-def _check_service(key: str, params: SamplingParams, *, rescored: bool) -> None:
-    """Raise for settings that a Tinker service does not support."""
-    if any(getattr(params, name) != neutral for name, neutral in OPTIONAL_OPTIONS.items()):
-        what, expected = "has min_p or a penalty", "only top_p and top_k"
-        raise ConfigError("model", what, expected, "a Tinker service supports no others")
-    if params.temperature != 1 and not rescored:
-        expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"
-        raise ConfigError(key, f"is {params.temperature}", expected, why)
-
-
-def _check_staleness(algorithm: Algorithm, sync: Synchronizer) -> None:
-    """Raise where batches may be older than staleness_control allows."""
-    args = algorithm.sample_strategy_args or {}
-    if algorithm.sample_strategy == "staleness_control" and "max_staleness" in args:
-        where, most = "algorithm.sample_strategy_args.max_staleness", sync.sync_offset + sync.sync_interval - 1
-        if _check.real(where, args["max_staleness"], low=0.0) < most:
-            what, why = f"is {args['max_staleness']}", "the synchronizer makes batches that old"
-            raise ConfigError(where, what, f"at least {most}", why)
-
-
-def _check_model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
-    """Raise for a local model that does not exist, or that has no switch for thinking."""
-    name, path = policy.backend, policy.options.get("model")
-    if settings.options:
-        backend = backends.registry[name]
-        _check.check_keywords("options", backend, dict(settings.options))
-        if hasattr(backend, "check_options"):
-            backend.check_options(**policy.options)
-    if name == "local" and isinstance(path, str):
-        _check_path(path)
-    text = chat.template
-    if text is None and name == "toy":
-        text = ByteTokenizer.chat_template
-    elif text is None and isinstance(path, str):
-        text = _own_template(Path(path).expanduser())
-    if chat.thinking and text is not None and not {"enable_thinking", "thinking"} & Template(text).names:
-        why = "this template does not read enable_thinking"
-        raise ConfigError("model.enable_thinking", "is True", "a template that reads it", why)
-    length = settings.model.max_model_len
-    if length is not None and length < 2:
-        raise ConfigError("model.max_model_len", f"is {length}", "at least 2")
+def _check_forms(name: str, given: Sequence[Format]) -> None:
+    """Raise where conversations of one run, ``name``, would be rendered in different ways."""
+    for form in given[1:]:
+        for key in ("raw", "system_prompt", "reply_prefix"):
+            if getattr(form, key) != getattr(given[0], key):
+                what = f"is {getattr(given[0], key)!r} in one place but {getattr(form, key)!r} in another"
+                why = "a run renders all task sets and rows the same way; put differences into the prompts"
+                raise ConfigError(f"{name}: format.{key}", what, "the same value everywhere", why)
 
 
 def check_rows(job: Job) -> None:
@@ -166,9 +363,9 @@ def check_rows(job: Job) -> None:
     Raises:
         DataError: a row that the template refuses, or rows longer than the context.
     """
-    name, options, learnt = job.policy.backend, job.policy.options, job.learnt
+    name, options, rows = job.policy.backend, job.policy.options, job.rows
     folder = Path(str(options.get("model"))).expanduser()
-    if not learnt.rows:
+    if not rows.examples:
         return
     if name == "toy":
         with backends.connect("toy", **options) as policy:  # takes milliseconds
@@ -183,246 +380,7 @@ def check_rows(job: Job) -> None:
     else:
         logger.log(NOTE, "not checked: whether the rows fit the context of the model, which is not in a folder")
         return
-    fit(learnt.rows, job.chat.chat(tokenizer), length, learnt.leave_out, learnt.setting)
-
-
-def _check_path(path: str) -> None:
-    folder = Path(path).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError("model.model_path", f"the directory {path!r} has no config.json", "a saved model")
-    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ConfigError("model.model_path", f"is {path!r}", "a directory that exists, or a hub id")
-
-
-def _own_template(folder: Path) -> str | None:
-    """Return the template in a model's folder, if there is one."""
-    try:
-        if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text("utf-8")
-        text = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return text if isinstance(text, str) else None
-
-
-def _check_tracker(monitor: Monitor) -> None:
-    """Raise where the tracker that ``monitor`` names does not exist, is not installed, or takes other arguments."""
-    if monitor.monitor_type in (None, "jsonl", "none"):
-        return
-    kind = tracking.registry.resolve(str(monitor.monitor_type))
-    package = getattr(kind, "package", None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        what = f"is {monitor.monitor_type!r}, whose package {package} is not installed"
-        raise ConfigError("monitor.monitor_type", what, f"null, or {_runtime.command(kind.extra)}")
-    if monitor.monitor_args is not None:
-        try:
-            inspect.signature(kind).bind(**monitor.monitor_args)
-        except TypeError as error:
-            raise ConfigError(f"monitor.monitor_args: {error}") from error
-
-
-def _critic_loss(rate: float | None, config: Mapping[str, object]) -> tuple[float | None, dict[str, float]]:
-    """Return the critic's learning rate and the settings of its loss, from ``trainer_config``.
-
-    Args:
-        rate: algorithm.critic_lr.
-        config: trainer.trainer_config; the log lists keys without effect.
-
-    Raises:
-        ConfigError: two rates disagree, or a number is out of range.
-    """
-    where, flat = "trainer.trainer_config.", dict(_flat(config))
-    own_rate, clip = flat.pop("critic.optim.lr", None), flat.pop("critic.cliprange_value", None)
-    if flat:
-        logger.info("without effect: trainer.trainer_config: %s (keys of veRL)", ", ".join(sorted(flat)))
-    if own_rate is not None:
-        number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
-        if rate not in (None, number):
-            raise ConfigError(f"{where}critic.optim.lr", f"is {number}", f"algorithm.critic_lr, {rate}")
-        rate = number
-    return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
-
-
-def _flat(config: Mapping[str, object], where: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{where}{name}.")
-        else:
-            yield f"{where}{name}", value
-
-
-def _check_forms(name: str, given: Sequence[Format]) -> None:
-    """Raise where conversations of one run, ``name``, would be rendered in different ways."""
-    rendered = ("raw", "system_prompt", "reply_prefix", "chat_template", "enable_thinking")
-    for form in given[1:]:
-        for key in rendered:
-            if getattr(form, key) != getattr(given[0], key):
-                what = f"is {getattr(given[0], key)!r} in one place but {getattr(form, key)!r} in another"
-                why = "a run renders all task sets and rows the same way; put differences into the prompts"
-                raise ConfigError(f"{name}: format.{key}", what, "the same value everywhere", why)
-
-
-NOTE = 15
-"""A level of logging between DEBUG and INFO: the output of ``--check``."""
-
-
-@attrs.frozen(eq=False)
-class Learnt:
-    """Rows that are imitated or preferred, their format, and whether those longer than the context are left out."""
-
-    rows: Sequence[Example] = ()
-    form: Format = attrs.field(factory=Format)
-    leave_out: bool = False
-    setting: str = ""
-
-
-@attrs.frozen(eq=False)
-class Job:
-    """A run's settings, checked and resolved.
-
-    Attributes:
-        settings: all of them.
-        method: the algorithm.
-        mode: "both", "explore", "train" or "bench".
-        total: steps.
-        tasks: the tasks to play, or None.
-        held_out: the tasks to evaluate on.
-        plan: the plan of training episodes; the chat and the seed are added when the run begins.
-        learnt: the rows to imitate or prefer.
-        stored: groups to train from, or None.
-        operators: operations on groups before they train.
-        masked: names of environments whose answers do not train where they were cut.
-        correction: of ``rlkit.recipes.method.CORRECTIONS``, or None.
-        policy, chat, critic, teacher: the models; None if the method does not use it.
-        schedule: the optimizer's steps.
-    """
-
-    settings: Settings
-    method: Method
-    mode: str
-    total: int
-    tasks: TaskSource | None
-    held_out: Sequence[environments.HeldOut]
-    plan: Plan
-    learnt: Learnt
-    stored: Sequence[Group] | None
-    operators: Operators
-    masked: frozenset[str]
-    correction: str | None
-    policy: PolicyOptions
-    chat: ChatOptions
-    critic: _models.CriticOptions | None
-    teacher: Teacher | None
-    schedule: Schedule
-
-    @property
-    def config(self) -> dict[str, object]:
-        """All settings as plain data, for the run's folder."""
-        return dump(self.settings)
-
-
-def build_job(settings: Settings) -> Job:
-    """Return the job that these settings describe; it reads files, but connects nothing.
-
-    Raises:
-        ConfigError, UnknownNameError, DataError: naming the setting.
-    """
-    not_followed = check_keys(settings)
-    mode = {"colocate": "both"}.get(settings.mode, settings.mode)
-    if mode == "serve":
-        raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "use `rlkit serve` instead")
-    method, buffer, algorithm = resolve(settings.algorithm), settings.buffer, settings.algorithm
-    _check.choice("algorithm.correction", algorithm.correction, ("auto", "none", *CORRECTIONS))
-    size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
-    _check_numbers(settings)
-    operators = Operators.of(settings.data_processor.experience_pipeline.operators)
-    without_effect = [*settings.without_effect, *method.unused, *operators.unused]
-    policy, engine, inputs = _models.policy_options(settings), settings.explorer.rollout_model, buffer.explorer_input
-    tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
-    first = next((each.format for each in tasksets), Format())
-    _check_model(policy, _models.chat_options(settings.model, engine, first), settings)
-    plan = make_plan(settings, method.recipe.repeat_times)
-    held_out = environments.held_out_tasks(buffer, plan.params)
-    _check_mode(mode, algorithm.algorithm_type, rolls_out=method.recipe.rolls_out, evaluates=bool(held_out))
-    source, learnt, stored = _read_sources(settings, method, mode)
-    forms = environments.rendered_forms(inputs)
-    forms = [learnt.form, *forms] if learnt.rows else forms or [first]
-    _check_forms(settings.name, forms)
-    learnt_from = learnt.rows if stored is None else stored
-    total = _steps(settings, len(learnt_from if source is None else source), size)
-    schedule = Schedule(algorithm.optimizer, settings.trainer.grad_clip, total)
-    rate, critic_loss = _critic_loss(algorithm.critic_lr, settings.trainer.trainer_config)
-    if mode != "bench":
-        schedule.adam(0)
-    _check_needs(settings, method, mode, policy)
-    wanted = method.recipe.needs if mode in ("both", "train") else ()
-    critic = _models.critic_options(settings, policy, rate, critic_loss) if "critic" in wanted else None
-    teacher = settings.explorer.auxiliary_models[0] if "teacher" in wanted else None
-    own = {} if inputs.taskset is None else inputs.taskset.rollout_args.cut
-    plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **own))
-    if source is not None:
-        _check_sampling(settings, method, mode, policy.backend, plan.params)
-        _check_staleness(algorithm, settings.synchronizer)
-    _check_tracker(settings.monitor)
-    _log_foreign(without_effect, not_followed, notes(algorithm, method))
-    return Job(
-        settings=settings,
-        method=method,
-        mode=mode,
-        total=total,
-        tasks=source,
-        held_out=held_out,
-        plan=plan,
-        learnt=learnt,
-        stored=stored,
-        operators=operators,
-        masked=_find_masked(tasksets, inputs.default_workflow_type),
-        correction=correction_of(algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None),
-        policy=policy,
-        chat=_models.chat_options(settings.model, engine, forms[0]),
-        critic=critic,
-        teacher=teacher,
-        schedule=schedule,
-    )
-
-
-def _check_mode(mode: str, name: str, *, rolls_out: bool, evaluates: bool) -> None:
-    if mode == "bench" and not evaluates:
-        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
-    if mode == "explore" and not rolls_out:
-        raise ConfigError("mode", "is 'explore'", f"a mode that {name} supports", "it plays no episodes")
-
-
-def _read_sources(
-    settings: Settings, method: Method, mode: str
-) -> tuple[TaskSource | None, Learnt, Sequence[Group] | None]:
-    """Return the tasks to play, the rows to imitate or prefer, and the stored groups."""
-    rolls_out, buffer = method.recipe.rolls_out, settings.buffer
-    source = environments.training_tasks(buffer) if rolls_out and mode in ("both", "explore") else None
-    learnt = _learnt(settings, method) if mode in ("both", "train") else Learnt()
-    stored = _stored(buffer.trainer_input.experience_buffer) if rolls_out and mode == "train" else None
-    return source, learnt, stored
-
-
-def _find_masked(tasksets: Sequence[Taskset], default: str | None) -> frozenset[str]:
-    return frozenset(each.name for each in tasksets if (each.default_workflow_type or default) in MASKED)
-
-
-def _log_foreign(without_effect: Sequence[str], not_followed: Sequence[str], notes: Sequence[str]) -> None:
-    """Log keys of a Trinity-RFT file that have less effect here; last those that change the training.
-
-    Notes on Trinity's defaults are for files that have keys of Trinity's alone, and otherwise for ``--check``.
-    """
-    for text in without_effect:
-        logger.debug("without effect: %s", text)
-    if without_effect:
-        logger.info(
-            "without effect: %d keys, none of which changes training; --verbose lists them", len(without_effect)
-        )
-    for text in notes:
-        logger.log(logging.WARNING if without_effect or not_followed else NOTE, "%s", text)
-    for text in not_followed:
-        logger.warning("changes training in Trinity-RFT, but is not supported: %s", text)
+    fit(rows.examples, job.chat(tokenizer), length, rows.leave_out, rows.setting)
 
 
 def make_plan(settings: Settings, n: int) -> Plan:
@@ -450,13 +408,92 @@ def make_plan(settings: Settings, n: int) -> Plan:
         deadline=explorer.max_timeout,
         executor=explorer.executor,
         executor_options=explorer.executor_options,
-        attempts=1 + _check.integer("explorer.max_retry_times", explorer.max_retry_times, low=0),
+        attempts=1 + explorer.max_retry_times,
         share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
         progress=False,
     )
 
 
-def _stored(buffer: Experience | None) -> Sequence[Group]:
+def choose_policy(settings: Settings) -> Policy:
+    """Return the policy that the settings describe. Raises ConfigError: the settings contradict each other."""
+    model, engine = settings.model, settings.explorer.rollout_model
+    name = settings.backend or ("tinker" if model.tinker.enable else "local")
+    backend = backends.registry[name]
+    if settings.backend not in (None, "tinker") and model.tinker.enable:
+        raise ConfigError("backend", f"is {settings.backend!r}", "tinker, or no value", "model.tinker.enable is true")
+    path = model.tinker.base_model if name == "tinker" and model.tinker.base_model else model.model_path
+    if path is None and name != "toy":
+        raise ConfigError("model.model_path", "is not given", "a directory, a hub id, or a service's name")
+    options: dict[str, object] = {} if path is None else {"model": path}
+    options |= _choose_tinker_options(model) if name == "tinker" else {"lora": choose_lora(model)}
+    if engine.dtype is not None and name == "local":
+        options["dtype"] = engine.dtype
+    seed = engine.seed if settings.seed is None else settings.seed
+    _check.check_keywords("options", backend, dict(settings.options))
+    options |= settings.options
+    if settings.options and hasattr(backend, "check_options"):
+        backend.check_options(**options)
+    return Policy(name, options, seed)
+
+
+def _choose_tinker_options(model: Model) -> dict[str, object]:
+    names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed")
+    options: dict[str, object] = {"lora": Lora(**{name: getattr(model.tinker, name) for name in names})}
+    if model.tinker.base_url is not None:
+        options["base_url"] = model.tinker.base_url
+    if "TINKER_API_KEY" not in os.environ and os.environ.get("TRINITY_API_KEY"):
+        options["api_key"] = os.environ["TRINITY_API_KEY"]
+    return options
+
+
+def choose_lora(model: Model) -> Lora:
+    """Return the adapter of a model that this machine trains. Raises ConfigError: there are several."""
+    adapters = model.lora_configs or ()
+    if len(adapters) > 1:
+        raise ConfigError("model.lora_configs", f"has {len(adapters)} entries", "one", "one adapter trains")
+    if not adapters:
+        return Lora()
+    adapter, names = adapters[0], adapters[0].target_modules
+    if isinstance(names, str) and names != "all-linear":
+        raise ConfigError("model.lora_configs[0].target_modules", f"is {names!r}", "all-linear, or a list of names")
+    modules, unembed = None if isinstance(names, str) else tuple(names), adapter.train_unembed
+    return Lora(rank=adapter.lora_rank, alpha=adapter.lora_alpha, train_unembed=unembed, target_modules=modules)
+
+
+def choose_critic(settings: Settings, policy: Policy) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of ``Run.critic``. Raises ConfigError: there is no model for it."""
+    model, dtype = settings.model, settings.explorer.rollout_model.dtype
+    path = model.critic_model_path
+    if path == "toy" or (path is None and policy.backend == "toy"):
+        return "toy", {}
+    if path is None and policy.backend != "local":
+        expected, why = "a model that this machine runs, or toy", "the backend has no critics"
+        raise ConfigError("model.critic_model_path", "is not given", expected, why)
+    options = {key: value for key, value in policy.options.items() if key in ("device", "micro_batch_tokens")}
+    options |= {"model": path or model.model_path, "lora": choose_lora(model)}
+    return "local", options if dtype is None else {**options, "dtype": dtype}
+
+
+def read_critic_loss(settings: Settings) -> tuple[float | None, dict[str, float]]:
+    """Return the critic's learning rate (None: the policy's) and the settings of its loss.
+
+    Raises:
+        ConfigError: two rates disagree, or a number is out of range.
+    """
+    where, rate = "trainer.trainer_config.", settings.algorithm.critic_lr
+    critic = settings.trainer.trainer_config.get("critic")
+    critic = critic if isinstance(critic, Mapping) else {}
+    optim, clip = critic.get("optim"), critic.get("cliprange_value")
+    own_rate = optim.get("lr") if isinstance(optim, Mapping) else None
+    if own_rate is not None:
+        number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
+        if rate not in (None, number):
+            raise ConfigError(f"{where}critic.optim.lr", f"is {number}", f"algorithm.critic_lr, {rate}")
+        rate = number
+    return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
+
+
+def _read_stored(buffer: Experience | None) -> Sequence[Group]:
     where = "buffer.trainer_input.experience_buffer.path"
     if buffer is None or not buffer.path:
         raise ConfigError(where, "is not given", "a run's trajectories.jsonl", "mode is train")
@@ -472,14 +509,14 @@ def _stored(buffer: Experience | None) -> Sequence[Group]:
     return groups
 
 
-def _learnt(settings: Settings, method: Method) -> Learnt:
-    """Read the rows that the method learns from."""
+def _read_rows(settings: Settings, method: Method) -> tuple[Rows, Format | None]:
+    """Read the rows that the method learns from, and return them with their format."""
     inputs, name = settings.buffer.trainer_input, settings.algorithm.algorithm_type
     where, experience = "buffer.trainer_input.experience_buffer", inputs.experience_buffer or Experience()
     if method.recipe.rolls_out and settings.mode != "train" and experience.path is not None:
         logger.info("without effect: %s.path (the played episodes are trained)", where)
     if method.recipe.data == "rollouts":
-        return Learnt()
+        return Rows(), None
     if method.recipe.data == "mixed":
         where, known = "buffer.trainer_input.auxiliary_buffers", inputs.auxiliary_buffers
         named = (settings.algorithm.sample_strategy_args or {}).get("sft_dataset_name")
@@ -491,14 +528,78 @@ def _learnt(settings: Settings, method: Method) -> Learnt:
         key = next(iter(known)) if named is None else str(named)
         where, experience = f"{where}.{key}", known[key]
     rows = read_rows(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
-    learnt = read_examples(rows, method.recipe.data, experience.format, str(experience.path))
-    return Learnt(learnt, experience.format, experience.leave_out_long_rows, f"{where}.leave_out_long_rows=true")
+    examples = read_examples(rows, method.recipe.data, experience.format, str(experience.path))
+    return Rows(examples, experience.leave_out_long_rows, f"{where}.leave_out_long_rows=true"), experience.format
 
 
-def _steps(settings: Settings, count: int, size: int) -> int:
+def _count_steps(settings: Settings, learnt_from: Sequence[object] | TaskSource) -> int:
     total, trainer = settings.buffer.total_steps, settings.trainer.total_steps
     if total is not None or trainer is not None:
         if settings.buffer.total_epochs != 1:
             logger.info("without effect: buffer.total_epochs (total_steps sets the length)")
         return _check.integer("buffer.total_steps", trainer if total is None else total, low=1)
-    return max(math.ceil(settings.buffer.total_epochs * count / size), 1)
+    return max(math.ceil(settings.buffer.total_epochs * len(learnt_from) / settings.buffer.batch_size), 1)
+
+
+def _choose_correction(name: str, method: Method, *, elsewhere: bool) -> str | None:
+    """Return the correction of ``rlkit.corrections`` for a run; None for none.
+
+    "auto" is ``token_tis`` if another engine than the backend's own samples (``elsewhere``), and the loss does not
+    correct by itself, as those with a ratio to the sampler's logprobs do: ppo, gspo, cispo, decoupled_ppo and others.
+    """
+    if name != "auto":
+        return None if name == "none" else name
+    recipe = method.recipe
+    corrects = "sampling_logprobs" in method.inputs and method.old_logprobs != "sampling_logprobs"
+    learns = recipe.rolls_out and recipe.advantage is not None and recipe.select != "best"  # which imitates
+    return "token_tis" if elsewhere and learns and not corrects else None
+
+
+def _keep_rewarded(group: Group, *, threshold: float = 0.0) -> Sequence[Trajectory]:
+    """Keep episodes with at least this reward."""
+    return [t for t in group.trajectories if t.reward >= threshold]
+
+
+def _keep_varied(group: Group, *, threshold: float = 0.0) -> Sequence[Trajectory]:
+    """Keep groups of two or more whose rewards deviate by more."""
+    return group.trajectories if len(group) > 1 and np.std(group.rewards) > threshold else []
+
+
+def _keep_mixed(group: Group, *, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> Sequence[Trajectory]:
+    """Keep groups with some, but not all, episodes above the threshold."""
+    right = sum(t.metrics.get(metric_key, t.reward) > correct_threshold for t in group.trajectories)
+    return group.trajectories if 0 < right < len(group) else []
+
+
+_FILTERS: Mapping[str, Callable[..., Sequence[Trajectory]]] = {
+    "reward_filter": _keep_rewarded,
+    "reward_std_filter": _keep_varied,
+    "dapo_dynamic_sampling": _keep_mixed,
+}
+_MASK = "mask_response_truncated"
+_IDLE_OPERATORS = (
+    "pass_rate_calculator",
+    "invalid_reward_filter",
+)  # tasks are shuffled; unscored episodes do not train
+
+
+def read_operators(given: Sequence[Operator]) -> Operators:
+    """Return the operators that settings name. Raises ConfigError: one is unknown, or has another argument."""
+    filters, masks, unused = list[Callable[[Group], Sequence[Trajectory]]](), False, list[str]()
+    for i, (name, args) in enumerate((each.name, each.args) for each in given):
+        where = f"data_processor.experience_pipeline.operators[{i}]"
+        if name not in (*_FILTERS, _MASK, *_IDLE_OPERATORS):
+            near = _check.suggest(name, [*_FILTERS, _MASK, *_IDLE_OPERATORS])
+            raise ConfigError(f"{where}.name: unknown operator {name!r}{near}")
+        if name in _IDLE_OPERATORS:
+            unused.append(where)
+            continue
+        known = list(inspect.signature(_FILTERS[name]).parameters)[1:] if name in _FILTERS else []
+        for key, value in args.items():
+            if key not in known:
+                raise ConfigError(f"{where}.args.{key}: unknown setting{_check.suggest(key, known)}")
+            if key != "metric_key":
+                _check.real(f"{where}.args.{key}", value)
+        masks = masks or name == _MASK
+        filters += [functools.partial(_FILTERS[name], **args)] if name in _FILTERS else []
+    return Operators(filters, masks, unused)

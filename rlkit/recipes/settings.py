@@ -1,139 +1,132 @@
 """The settings of a run, read from one YAML file: the keys are those of Trinity-RFT's configurations.
 
-Unmarked keys keep Trinity-RFT's meaning; keys.toml marks the others, and lists those without effect here.
-
-The meaning of a foreign configuration's keys here: the same, a similar one, none, or refused.
-
-keys.toml says it, class by class, and has Trinity's names of arguments, too; ``Section`` puts the keys into the
-classes of settings, and ``table`` reads them back for the documentation. A key without effect is harmless: ``load``
-leaves it out. One that is "not followed" changes training there, but not here.
+The classes have the keys that mean something here, with Trinity-RFT's meaning unless a comment says another. Of the
+others ``load`` ignores those that cannot change what is trained (``IGNORED``), and refuses those that would unless
+they are off (``REFUSED``).
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import tomllib
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from rlkit import _files, config
+from rlkit import config
 from rlkit.errors import ConfigError
-from rlkit.recipes._hints import HINT
 from rlkit.types import OPTIONAL_OPTIONS
 
-__all__ = ["TABLE", "Algorithm", "Settings", "Taskset", "check", "load", "table"]
+__all__ = ["Algorithm", "Settings", "Taskset", "load"]
 
-_KIND, _WHY = "rlkit.key", "rlkit.why"
-_NAMES = {"mapped": "mapped", "own": "rlkit's own", "refused": "refused", "unfollowed": "not followed"}
-_ELSEWHERE = "for Trinity's engines, workers, services and files, which rlkit does not have"
-TABLE: Mapping[str, Any] = tomllib.loads(resources.files(__package__).joinpath("keys.toml").read_text("utf-8"))
+# Section -> patterns of keys for Trinity-RFT's engines, workers, services and files, which rlkit does not have. A
+# pattern takes no key that is close to one of the section's own: that is a typing error.
+IGNORED = {
+    "Settings": "cluster service checkpoint_job_dir ray_* ignore_validator_*",
+    "Algorithm": "sample_strategy",  # the algorithm has one
+    "Model": "enable_prompt_truncation logprobs *_loras",
+    "LoraConfig": "base_model_name lora_dtype is_dummy",
+    "Buffer": "explorer_output tokenizer_path cache_dir",
+    "Taskset": "max_retry_* enable_progress_* index is_eval batch_size total_* ray_*",
+    "Format": "enable_concatenated_* prompt_type",  # messages and texts are both rendered by the chat template
+    "Sampling": "logprobs n",
+    "Experience": "capacity max_re* enable_progress_* schema_type index batch_size tokenizer_* total_* ray_*",
+    "ExperiencePipeline": "save_input input_save_path",
+    "RolloutModel": "*",
+    "Teacher": "*",
+    "OverRollout": "wait_* return_partial_*",
+    "Explorer": "name runner_* concurrent_mode max_repeat_times_per_runner env_vars max_inflight_* proxy_* listen_* "
+    "service_* min_running_* db_url",
+    "Trainer": "name trainer_type trainer_strategy trainer_config_path enable_preview save_* use_* max_token_* *_batch "
+    "ulysses_* fix_* *offload* megatron",
+    "Optimizer": "optimizer_type",  # adam and adamw are AdamW
+    "Synchronizer": "sync_method sync_style sync_timeout wait_for_* group_name explorer_world_size ray_*",
+    "Monitor": "detailed_stats enable_* cache_dir",
+    "Log": "group_by_node save_dir",
+}
+# Keys that would change training, and that rlkit does not support: they may be null, false, 0, "none" or disabled.
+REFUSED = {
+    "Settings": "cod",
+    "Algorithm": "rollout_correction enable_router_replay",
+    "Model": "trust_remote_code min_response_tokens rope_scaling rope_theta external_model",
+    "LoraConfig": "path exclude_modules",
+    "Format": "image_key video_key workflow_key reward_fn_key",
+    "DataProcessor": "task_pipeline",
+    "ExperiencePipeline": "inputs output",
+    "Explorer": "dynamic_timeout",
+    "RolloutModel": "trust_remote_code external_model_config enable_multimodal enable_return_routed_experts "
+    "rope_scaling rope_theta ignore_eos min_response_tokens",
+    "Teacher": "trust_remote_code external_model_config enable_multimodal enable_return_routed_experts rope_scaling "
+    "rope_theta",
+    "Trainer": "trust_remote_code",
+}
+# Keys that have another name here.
+RENAMED = {
+    "Format": {"chat_template": "model.custom_chat_template", "enable_thinking": "model.enable_thinking"},
+    "Optimizer": {"warmup_style": "algorithm.optimizer.lr_scheduler_type", "clip_grad": "trainer.grad_clip"},
+    "Model": {"chat_template_path": "model.custom_chat_template"},
+    "RolloutModel": {
+        "chat_template": "model.custom_chat_template",
+        "enable_thinking": "model.enable_thinking",
+        **{x: f"model.{x}" for x in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    },
+    "Synchronizer": dict.fromkeys(("explorer_sync_interval", "trainer_sync_interval"), "synchronizer.sync_interval"),
+}
+# Keys that change the order or the reuse of data there: a run warns of them, and trains in its own order.
+NOT_FOLLOWED = {"Taskset": "data_selector task_selector", "Experience": "replay_buffer data_selector"}
 
 
-class Section:
-    """A class of settings: keys.toml adds metadata to its fields, and fields for dead keys, before attrs sees it."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        if "__attrs_attrs__" in vars(cls):  # the copy with slots that attrs makes
-            return
-        for part, keys in TABLE.get(cls.__name__, {}).items():
-            for name, why in keys.items():
-                dead = part in ("refused", "unfollowed")
-                if dead:
-                    cls.__annotations__[name] = object
-                mark = {_KIND: _NAMES[part], _WHY: why}
-                setattr(cls, name, attrs.field(default=None if dead else getattr(cls, name), metadata=mark))
-
-
-def table(kind: type, where: str = "", seen: set[type] | None = None) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, its mark, its meaning, or why it has no effect) of all marked keys below a settings class.
-
-    The marks are "mapped", "rlkit's own", "without effect", "not followed" and "refused". Keys that occur in several
-    places (task sets, the sections of a stage) are listed at the first.
-    """
-    seen = {kind} if seen is None else seen
-    hints = typing.get_type_hints(kind)
-    for pattern in _patterns(kind):
-        yield where + pattern, "without effect", _ELSEWHERE
-    for field in attrs.fields(kind):
-        if _KIND in field.metadata:
-            yield where + field.name, field.metadata[_KIND], field.metadata[_WHY]
-        for inner in _classes(hints[field.name]):
-            if inner not in seen:
-                seen.add(inner)
-                yield from table(inner, f"{where}{field.name}.", seen)
-
-
-def _patterns(kind: type) -> list[str]:
-    """Return the names of a section's keys that are accepted and change nothing."""
-    return [pattern for each in kind.__mro__ for pattern in TABLE["elsewhere"].get(each.__name__, ())]
-
-
-def _leave_out(kind: type, values: object, where: str, left_out: list[str]) -> object:
-    """Return a section of a file without the keys that change nothing; those that are not null join ``left_out``."""
+def _leave_out(kind: type, values: object, where: str, ignored: list[str], not_followed: list[str]) -> object:
+    """Return a section of a file without the keys that it does not have and that may be left out."""
     if not isinstance(values, Mapping):
         return values
-    hints, patterns, kept = typing.get_type_hints(kind), _patterns(kind), {}
+    hints, kept = typing.get_type_hints(kind), {}
     for key, value in values.items():
         name, path = str(key), f"{where}{key}"
-        if name not in hints and (name in patterns or _foreign(name, patterns, hints)):
-            left_out += [path] if value is not None else []
+        if name not in hints and _may_leave_out(kind.__name__, name, value, path, hints):
+            if name in NOT_FOLLOWED.get(kind.__name__, "").split():
+                shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
+                not_followed += [path] if _is_on(config.to_plain(value)) and not shuffled else []
+            elif value is not None and name not in REFUSED.get(kind.__name__, "").split():  # which is off
+                ignored.append(path)
             continue
         kept[key] = value
         for inner in _classes(hints.get(name)):
+            lists = (ignored, not_followed)
             if isinstance(value, list):
-                kept[key] = [_leave_out(inner, x, f"{path}.{i}.", left_out) for i, x in enumerate(value)]
+                kept[key] = [_leave_out(inner, x, f"{path}.{i}.", *lists) for i, x in enumerate(value)]
             elif isinstance(value, Mapping) and typing.get_origin(hints[name]) is Mapping:
-                kept[key] = {k: _leave_out(inner, x, f"{path}.{k}.", left_out) for k, x in value.items()}
+                kept[key] = {k: _leave_out(inner, x, f"{path}.{k}.", *lists) for k, x in value.items()}
             else:
-                kept[key] = _leave_out(inner, value, f"{path}.", left_out)
+                kept[key] = _leave_out(inner, value, f"{path}.", *lists)
     return kept
 
 
-def _foreign(name: str, patterns: Sequence[str], known: Collection[str]) -> bool:
-    """Return whether a pattern matches the name, and no known name is close enough to suggest."""
+def _may_leave_out(section: str, name: str, value: object, path: str, known: Mapping[str, object]) -> bool:
+    """Return whether a key that a section does not have is left out. Raises ConfigError: it would change training."""
+    value = config.to_plain(value)
+    if name in RENAMED.get(section, {}):
+        if value is not None:
+            raise ConfigError(path, f"is {value!r}", "no value", f"set {RENAMED[section][name]} instead")
+        return True
+    if name in REFUSED.get(section, "").split():
+        if _is_on(value):
+            raise ConfigError(path, f"is {value!r}", "no value", "rlkit does not support what it switches on")
+        return True
+    patterns = f"{NOT_FOLLOWED.get(section, '')} {IGNORED.get(section, '')}".split()
+    if name in patterns:
+        return True
     return any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(name, known)
 
 
-def check(settings: attrs.AttrsInstance, where: str = "") -> list[str]:
-    """Return the set keys that would change training and are not followed, one text each.
-
-    Raises:
-        ConfigError: a refused key switches something on.
-    """
-    not_followed: list[str] = []
-    for field in attrs.fields(type(settings)):
-        value, key = getattr(settings, field.name), where + field.name
-        kind = field.metadata.get(_KIND)
-        if kind == "refused" and _on(value):
-            raise ConfigError(key, f"is {value!r}", "no value", field.metadata[_WHY])
-        if kind == "not followed" and _on(value) and not _shuffles(value):
-            not_followed.append(f"{key} ({field.metadata[_WHY]})")
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-        names = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, (list, tuple)) else [""]
-        for name, item in zip(names, items, strict=True):
-            if attrs.has(type(item)):
-                not_followed += check(item, f"{key}.{name}." if name != "" else f"{key}.")
-    return not_followed
-
-
-def _on(value: object) -> bool:
+def _is_on(value: object) -> bool:
     """Return whether a value switches something on: not null, false, 0, "none", their texts, or ``enable: false``."""
     if isinstance(value, Mapping):
-        return _on(value.get("enable", any(_on(x) for x in value.values())))
+        return _is_on(value.get("enable", any(_is_on(x) for x in value.values())))
     return bool(value) and str(value).lower() not in ("none", "null", "false", "0")  # texts: ${oc.env:NAME,false}
-
-
-def _shuffles(value: object) -> bool:
-    """Return whether a selector asks for the behaviour that is fixed here."""
-    return isinstance(value, Mapping) and value.get("selector_type") == "shuffle"
 
 
 def _classes(hint: object) -> list[type]:
@@ -144,11 +137,10 @@ def _classes(hint: object) -> list[type]:
 
 
 @attrs.frozen
-class Format(Section):
+class Format:
     """The format of a file's rows."""
 
-    prompt_type: Literal["messages", "plaintext"] = "messages"
-    raw: bool = False
+    raw: bool = False  # prompts are sent unchanged, without a chat template
     prompt_key: str = "prompt"
     response_key: str = "response"
     system_prompt: str | None = None
@@ -158,12 +150,10 @@ class Format(Section):
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     reply_prefix: str | None = None
-    chat_template: str | None = None
-    enable_thinking: bool | None = None
 
 
 @attrs.frozen
-class Sampling(Section):
+class Sampling:
     """The sampling of answers; None leaves it to ``model``."""
 
     temperature: float | None = None
@@ -183,43 +173,43 @@ class Sampling(Section):
 
 
 @attrs.frozen
-class Taskset(Section):
+class Taskset:
     """The source of problems: see ``rlkit.recipes.tasks``."""
 
-    name: str = "taskset"
+    name: str = "taskset"  # the environment's name in metrics
     storage_type: Literal["file", "reasoning_gym", "hub"] = "file"
     path: str | None = None
     split: str = "train"
     subset_name: str | None = None
     format: Format = Format()
-    default_workflow_type: str | None = None
-    default_reward_fn_type: str | None = None
+    default_workflow_type: str | None = None  # a name of ``recipes.environments``
+    default_reward_fn_type: str | None = None  # a name of ``recipes.rewards``
     workflow_args: Mapping[str, Any] = attrs.Factory(dict)
     reward_fn_args: Mapping[str, object] = attrs.Factory(dict)
     rollout_args: Sampling = Sampling()
-    repeat_times: int | None = None
-    max_tasks: int | None = None
+    repeat_times: int | None = None  # episodes per task in evaluations; in training algorithm.repeat_times
+    max_tasks: int | None = None  # uses only the first tasks
 
 
 @attrs.frozen
-class Experience(Section):
+class Experience:
     """Demonstrations, preferences, or stored trajectories."""
 
     name: str = ""
     storage_type: Literal["queue", "file"] = "queue"
-    path: str | None = None
+    path: str | None = None  # rows to learn from, or a run's trajectories.jsonl
     split: str = "train"
     subset_name: str | None = None
     format: Format = Format()
-    leave_out_long_rows: bool = False
+    leave_out_long_rows: bool = False  # false: rows longer than the context are an error
 
 
 @attrs.frozen
-class ExplorerInput(Section):
+class ExplorerInput:
     """The tasks to play, and those to evaluate on."""
 
     taskset: Taskset | None = None
-    tasksets: Sequence[Taskset] = ()
+    tasksets: Sequence[Taskset] = ()  # a mixture in equal shares
     eval_tasksets: Sequence[Taskset] = ()
     default_workflow_type: str | None = None
     default_eval_workflow_type: str | None = None
@@ -227,49 +217,49 @@ class ExplorerInput(Section):
 
 
 @attrs.frozen
-class TrainerInput(Section):
+class TrainerInput:
     """The training data that is not sampled."""
 
     experience_buffer: Experience | None = None
-    auxiliary_buffers: Mapping[str, Experience] = attrs.Factory(dict)
+    auxiliary_buffers: Mapping[str, Experience] = attrs.Factory(dict)  # the demonstrations of mix
 
 
 @attrs.frozen
-class Operator(Section):
-    """One operator: see ``rlkit.recipes.method``."""
+class Operator:
+    """One operator: see ``rlkit.recipes.job``."""
 
     name: str = ""
     args: Mapping[str, object] = attrs.Factory(dict)
 
 
 @attrs.frozen
-class ExperiencePipeline(Section):
+class ExperiencePipeline:
     """The processing of episodes before they train."""
 
     operators: Sequence[Operator] = ()
 
 
 @attrs.frozen
-class DataProcessor(Section):
+class DataProcessor:
     """The processing of tasks before they are played, and of episodes."""
 
     experience_pipeline: ExperiencePipeline = ExperiencePipeline()
 
 
 @attrs.frozen
-class Buffer(Section):
+class Buffer:
     """The amount and the sources of data."""
 
     batch_size: int = 1
-    train_batch_size: int = 0
-    total_epochs: int = 1
+    train_batch_size: int = 0  # trajectories per optimizer step; 0: all of a step's in one
+    total_epochs: int = 1  # passes over the tasks or rows, if total_steps is null
     total_steps: int | None = None
     explorer_input: ExplorerInput = ExplorerInput()
     trainer_input: TrainerInput = TrainerInput()
 
 
 @attrs.frozen
-class Optimizer(Section):
+class Optimizer:
     """AdamW and its learning rate."""
 
     lr: float = 1e-6
@@ -277,42 +267,37 @@ class Optimizer(Section):
     lr_warmup_steps_ratio: float = 0.0
     min_lr_ratio: float = 0.01
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_style: Literal["constant", "cosine", "linear"] | None = None
-    optimizer_type: Literal["adam", "adamw"] = "adam"
     betas: Sequence[float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    clip_grad: float | None = None
 
 
 @attrs.frozen
-class Algorithm(Section):
+class Algorithm:
     """The algorithm, and changes to it: see ``rlkit.recipes.algorithms``."""
 
     algorithm_type: str = "ppo"
-    repeat_times: int | None = None
+    repeat_times: int | None = None  # episodes per task; null: the algorithm's
     optimizer: Optimizer = Optimizer()
-    critic_lr: float | None = None
+    critic_lr: float | None = None  # null: the policy's
     advantage_fn: str | None = None
     advantage_fn_args: Mapping[str, Any] | None = None
     policy_loss_fn: str | None = None
     policy_loss_fn_args: Mapping[str, Any] | None = None
-    kl_penalty_fn: str | None = None
+    kl_penalty_fn: str | None = None  # k1, k2, k3 or abs, taken off the rewards
     kl_penalty_fn_args: Mapping[str, Any] | None = None
-    kl_loss_fn: str | None = None
-    kl_loss_fn_args: Mapping[str, Any] | None = None
-    entropy_loss_fn: str | None = None
-    entropy_loss_fn_args: Mapping[str, Any] | None = None
-    loss_agg_mode: str | None = None
-    bypass_old_logprobs: bool = True
-    sample_strategy: Literal["default", "warmup", "mix", "staleness_control"] | None = None
-    sample_strategy_args: Mapping[str, object] | None = None
-    hint: str = HINT
-    correction: str = "auto"
+    kl_loss_fn: str | None = None  # a name of ``losses.kl.registry``; null: k2
+    kl_loss_fn_args: Mapping[str, Any] | None = None  # kl_coef, by default 0
+    entropy_loss_fn: str | None = None  # default: the sampled estimate; exact: of the whole distribution
+    entropy_loss_fn_args: Mapping[str, Any] | None = None  # entropy_coef, by default 0
+    loss_agg_mode: str | None = None  # a mode of ``advantages.token_weights``, over each optimizer step
+    bypass_old_logprobs: bool = True  # false: ratios are to the policy before the step's first update
+    sample_strategy_args: Mapping[str, object] | None = None  # of mix: expert_data_ratio, sft_dataset_name
+    correction: str = "auto"  # auto, none, or a name of ``rlkit.corrections``
 
 
 @attrs.frozen
-class Tinker(Section):
+class Tinker:
     """The policy on a Tinker service."""
 
     enable: bool = False
@@ -326,23 +311,23 @@ class Tinker(Section):
 
 
 @attrs.frozen
-class LoraConfig(Section):
+class LoraConfig:
     """The adapter of the local backend."""
 
     name: str | None = None
     lora_rank: int = 32
     lora_alpha: float = 32
     target_modules: str | Sequence[str] = "all-linear"
-    train_unembed: bool | None = None
+    train_unembed: bool | None = None  # null: if the head is not tied to the embedding
 
 
 @attrs.frozen
-class Model(Section):
+class Model:
     """The policy, and its chat format."""
 
     model_path: str | None = None
-    critic_model_path: str | None = None
-    max_prompt_tokens: int | None = None
+    critic_model_path: str | None = None  # null: model_path; toy for a small one
+    max_prompt_tokens: int | None = None  # prompts are not truncated: longer ones are left out
     max_response_tokens: int = 64
     max_model_len: int | None = None
     temperature: float = 1.0
@@ -353,53 +338,42 @@ class Model(Section):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     custom_chat_template: str | None = None
-    chat_template_path: str | None = None
     enable_thinking: bool | None = None
     tinker: Tinker = Tinker()
-    lora_configs: Sequence[LoraConfig] | None = None
-
-
-# defaults are frozen
+    lora_configs: Sequence[LoraConfig] | None = None  # one; null: rank 32
 
 
 Mode: TypeAlias = Literal["both", "train", "explore", "bench", "colocate", "serve"]
 
 
 @attrs.frozen
-class Engine(Section):
-    """The options of engines that serve a model."""
-
-
-@attrs.frozen
-class RolloutModel(Engine):
+class RolloutModel:
     """The engine that samples."""
 
-    dtype: Literal["float32", "bfloat16"] | None = None
-    seed: int | None = None
-    enable_thinking: bool | None = None
-    chat_template: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the local backend's base
+    seed: int | None = None  # of the run, if seed is null
 
 
 @attrs.frozen
-class Teacher(Engine):
+class Teacher:
     """A frozen model: the first of explorer.auxiliary_models is the teacher."""
 
     model_path: str | None = None
     name: str | None = None
-    backend: str | None = None
-    path: str | None = None
-    options: Mapping[str, object] = attrs.Factory(dict)
+    backend: str | None = None  # null: the policy's
+    path: str | None = None  # what a save returned, a run's folder, or stage:<name>
+    options: Mapping[str, object] = attrs.Factory(dict)  # of ``rlkit.sampler``
 
 
 @attrs.frozen
-class OverRollout(Section):
+class OverRollout:
     """Waiting for most episodes only."""
 
-    ratio: float = 0.0
+    ratio: float = 0.0  # Plan.share = 1 - ratio: what is sampled then depends on timing
 
 
 @attrs.frozen
-class Explorer(Section):
+class Explorer:
     """The playing of episodes, and the interval of evaluations."""
 
     rollout_model: RolloutModel = RolloutModel()
@@ -418,46 +392,44 @@ class Explorer(Section):
 
 
 @attrs.frozen
-class Trainer(Section):
+class Trainer:
     """Saving and clipping."""
 
-    save_interval: int = 10
-    max_checkpoints_to_keep: int = 2
+    save_interval: int = 10  # 0: only after the last step
+    max_checkpoints_to_keep: int = 2  # 0: all
     grad_clip: float = 1.0
-    epochs: int = 1
-    total_steps: int | None = None
-    critic_warmup: int = 0
-    trainer_config: Mapping[str, object] = attrs.Factory(dict)
+    epochs: int = 1  # passes over what was sampled for a step
+    total_steps: int | None = None  # buffer.total_steps
+    critic_warmup: int = 0  # steps in which only the critic learns
+    trainer_config: Mapping[str, object] = attrs.Factory(dict)  # only critic.optim.lr and critic.cliprange_value
 
 
 @attrs.frozen
-class Synchronizer(Section):
+class Synchronizer:
     """When the sampler takes the trained weights."""
 
-    sync_interval: int = 1
-    sync_offset: int = 0
-    explorer_sync_interval: int | None = None
-    trainer_sync_interval: int | None = None
+    sync_interval: int = 1  # steps between fresh snapshots
+    sync_offset: int = 0  # steps that sampling is ahead of training
 
 
 @attrs.frozen
-class Monitor(Section):
+class Monitor:
     """The destination of metrics besides metrics.jsonl."""
 
-    monitor_type: str | None = None
+    monitor_type: str | None = None  # a name of ``tracking.registry``
     monitor_args: Mapping[str, object] | None = None
     trajectories: bool = True
 
 
 @attrs.frozen
-class Log(Section):
+class Log:
     """Python's logging."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
 
 @attrs.frozen
-class Stage(Section):
+class Stage:
     """One stage: its sections replace the run's."""
 
     stage_name: str
@@ -471,19 +443,19 @@ class Stage(Section):
 
 
 @attrs.frozen
-class Settings(Section):
+class Settings:
     """Root settings."""
 
-    mode: Mode = "both"
+    mode: Mode = "both"  # colocate is both
     project: str = "rlkit"
     group: str = ""
     name: str = "run"
     checkpoint_root_dir: str = "./checkpoints"
     continue_from_checkpoint: bool = True
-    backend: str | None = None
-    options: Mapping[str, object] = attrs.Factory(dict)
+    backend: str | None = None  # null: tinker if model.tinker.enable, else local
+    options: Mapping[str, object] = attrs.Factory(dict)  # further arguments of ``rlkit.connect``
     seed: int | None = None
-    init_from: str | None = None
+    init_from: str | None = None  # what a save returned, or stage:<name>
     algorithm: Algorithm = Algorithm()
     model: Model = Model()
     buffer: Buffer = Buffer()
@@ -494,7 +466,8 @@ class Settings(Section):
     log: Log = Log()
     stages: Sequence[Stage] = ()
     data_processor: DataProcessor = DataProcessor()
-    without_effect: Sequence[str] = ()
+    without_effect: Sequence[str] = ()  # set by ``load``: the keys of the file that change nothing here
+    not_followed: Sequence[str] = ()  # set by ``load``: those that change the training in Trinity-RFT, but not here
 
     @property
     def folder(self) -> Path:
@@ -512,7 +485,11 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Setti
     >>> settings.algorithm.algorithm_type, settings.buffer.batch_size, str(settings.folder)
     ('grpo', 8, 'checkpoints/rlkit/run')
     """
-    left_out: list[str] = []
-    given = _leave_out(Settings, _files.read(path, overrides), "", left_out)
+    ignored, not_followed = list[str](), list[str]()
+    given = _leave_out(Settings, config.read(path, overrides), "", ignored, not_followed)
     settings: Settings = config.structure(Settings, given)
-    return attrs.evolve(settings, without_effect=(*settings.without_effect, *left_out))
+    return attrs.evolve(
+        settings,
+        without_effect=(*settings.without_effect, *ignored),
+        not_followed=(*settings.not_followed, *not_followed),
+    )

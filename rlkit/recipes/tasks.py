@@ -11,23 +11,17 @@ If one of these names implies a system prompt there, the rows get it: rewards ar
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
-import re
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import attrs
 
 from rlkit import _check, answers, envs
 from rlkit._interaction import Message
-from rlkit.envs import Action, Tasks, TaskSettings, TaskSource
+from rlkit.envs import Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError, DataError
-from rlkit.recipes._scoring import bound, read_answer, rewards
 from rlkit.recipes.data import (
     each_row,
     field,
@@ -38,7 +32,8 @@ from rlkit.recipes.data import (
     unread_fields,
     with_system,
 )
-from rlkit.recipes.settings import TABLE, Buffer, ExplorerInput, Format, Taskset
+from rlkit.recipes.scoring import bind_reward, read_answer, rewards
+from rlkit.recipes.settings import Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
 from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
 
@@ -60,30 +55,20 @@ _QWEN = "You are a helpful assistant."
 
 MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
 """Workflows whose answers are not trained on where they were cut."""
-_FOREIGN: Mapping[str, str] = TABLE["workflows"]["foreign"]
 
 
-def foreign(name: str, known: Iterable[str]) -> str | None:
-    """Return why a workflow of Trinity's, or a class it would import, is not supported; None for mistyped names."""
-    if "." in name:
-        return "register your workflows with rlkit.recipes.environments.register in a module, and load it with --import"
-    if not name.lower().endswith("workflow") or difflib.get_close_matches(name, list(known), n=1, cutoff=0.92):
-        return None
-    return next((why for part, why in _FOREIGN.items() if part in name), "rlkit has no such workflow")
-
-
-def _simple(taskset: Taskset) -> Tasks:
+def _make_simple(taskset: Taskset) -> Tasks:
     """Make tasks with a prompt and an answer, scored by ``default_reward_fn_type`` (else answer_reward)."""
-    return _rows(taskset, taskset.default_reward_fn_type or "answer_reward")
+    return _make_rows(taskset, taskset.default_reward_fn_type or "answer_reward")
 
 
-def _math(taskset: Taskset) -> Tasks:
+def _make_math(taskset: Taskset) -> Tasks:
     """Make tasks with a problem and its answer, R1's system prompt unless another is given; math_reward scores."""
     reward = taskset.default_reward_fn_type or "math_reward"
-    return _rows(taskset, reward, system=_R1 if reward == "math_reward" else None)
+    return _make_rows(taskset, reward, system=_R1 if reward == "math_reward" else None)
 
 
-def _math_boxed(taskset: Taskset) -> Tasks:
+def _make_math_boxed(taskset: Taskset) -> Tasks:
     """Do as math_workflow, for answers in a box: math_boxed_reward; with_think, format_score_coef are its own.
 
     With ``use_base`` a prompt is a text for a base model, without a chat template: "System:...", "User:", "Assistant:".
@@ -92,9 +77,9 @@ def _math_boxed(taskset: Taskset) -> Tasks:
     think = _check.flag("workflow_args.with_think", args.pop("with_think", False))
     plain = _check.flag("workflow_args.use_base", args.pop("use_base", False))
     reward_args = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
-    _nothing_left(args)
+    _refuse_args(args)
     reward = taskset.default_reward_fn_type or "math_boxed_reward"
-    return _rows(
+    return _make_rows(
         taskset,
         reward,
         system=_THINK_BOXED if think else _BOXED,
@@ -104,23 +89,23 @@ def _math_boxed(taskset: Taskset) -> Tasks:
     )
 
 
-def _asked(taskset: Taskset) -> Tasks:
+def _make_boxed_questions(taskset: Taskset) -> Tasks:
     """Make tasks with a problem, asked for a boxed answer as Qwen's models are; answer_reward scores them."""
     reward = taskset.default_reward_fn_type or "answer_reward"
-    return _rows(taskset, reward, system=_QWEN, behind=f"\n{_BOXED}", used=("temperature",))
+    return _make_rows(taskset, reward, system=_QWEN, suffix=f"\n{_BOXED}", used=("temperature",))
 
 
-def _unscored(taskset: Taskset) -> Tasks:
+def _make_unscored(taskset: Taskset) -> Tasks:
     """Make tasks of rows with a prompt, for a teacher to score: the reward is 0."""
-    return _rows(taskset, None, used=("temperature",))
+    return _make_rows(taskset, None, used=("temperature",))
 
 
-def _rows(
+def _make_rows(
     taskset: Taskset,
     reward: str | None,
     *,
     system: str | None = None,
-    behind: str = "",
+    suffix: str = "",
     args: Mapping[str, object] | None = None,
     used: tuple[str, ...] = (),
     plain: bool = False,
@@ -131,15 +116,15 @@ def _rows(
         taskset: the source and the format of the rows.
         reward: a name; None: it is 0.
         system: the system prompt where neither the format nor the row has one.
-        behind: a text appended to each prompt.
+        suffix: a text appended to each prompt.
         args: settings of the reward besides those given.
         used: keys of ``workflow_args`` that are known.
         plain: whether a row's messages, the system prompt first, are one text, each after the name of its role.
     """
     form, source = taskset.format, str(taskset.path)
     given = read_rows(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
-    _nothing_left(key for key in taskset.workflow_args if key not in used)
-    score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
+    _refuse_args(key for key in taskset.workflow_args if key not in used)
+    score = None if reward is None else bind_reward(reward, {**(args or {}), **taskset.reward_fn_args})
     if form.system_prompt is not None:  # the chat adds it to what is rendered
         system = (form.system_prompt or None) if plain or form.raw else None
     built, unread = [], set[str]()
@@ -151,7 +136,7 @@ def _rows(
         if reward is not None:
             answer = read_answer(reward, answer, f"{where}: {form.response_key}")
         unread |= unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)
-        messages = _complete(with_system(messages, row, form, where), system, behind, where)
+        messages = _complete_prompt(with_system(messages, row, form, where), system, suffix, where)
         if plain or form.raw:
             texts = "".join(message["content"] for message in messages)
             prompt: object = raw_prompt(_as_text(messages, where) if plain else texts)
@@ -159,16 +144,16 @@ def _rows(
             prompt = messages[0]["content"] if isinstance(asked, str) and len(messages) == 1 else messages
         built.append({"prompt": prompt, "answer": answer})
     name_unread(unread, source)
-    return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)
+    return envs.function(built, _score_nothing if score is None else score, name=taskset.name, split=taskset.split)
 
 
-def _complete(messages: list[Message], system: str | None, behind: str, where: str) -> list[Message]:
+def _complete_prompt(messages: list[Message], system: str | None, suffix: str, where: str) -> list[Message]:
     """Return a prompt with a system message, where it has none, and a text appended to its last message."""
-    if behind:
+    if suffix:
         if messages[-1]["role"] != "user":
             what = f"ends with the role {messages[-1]['role']!r}"
             raise DataError(where, what, "a question of the user", "the workflow appends a text to it")
-        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{behind}"}]
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{suffix}"}]
     if system is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -185,25 +170,25 @@ def _as_text(messages: Sequence[Message], where: str) -> str:
     return "".join(_PLAIN[m["role"]].format(m["content"]) for m in messages) + "Assistant:\n"
 
 
-def _nothing(action: str) -> float:  # noqa: ARG001
+def _score_nothing(action: str) -> float:  # noqa: ARG001
     return 0.0
 
 
-def _nothing_left(args: Iterable[str]) -> None:
+def _refuse_args(args: Iterable[str]) -> None:
     for key in args:
         raise ConfigError(f"workflow_args.{key}", "is given", "only settings of the workflow")
 
 
-_OWN: Mapping[str, Callable[[Taskset], Tasks]] = {
-    "simple_workflow": _simple,
-    "math_workflow": _math,
-    "math_boxed_workflow": _math_boxed,
-    "math_eval_workflow": _asked,
-    "on_policy_distill_workflow": _unscored,
-    "on_policy_distill_math_workflow": _asked,
+_SYNC: Mapping[str, Callable[[Taskset], Tasks]] = {
+    "simple_workflow": _make_simple,
+    "math_workflow": _make_math,
+    "math_boxed_workflow": _make_math_boxed,
+    "math_eval_workflow": _make_boxed_questions,
+    "on_policy_distill_workflow": _make_unscored,
+    "on_policy_distill_math_workflow": _make_boxed_questions,
 }
 _ASYNC = ("simple_workflow", "math_workflow", "math_boxed_workflow", "math_eval_workflow")
-WORKFLOWS = {**_OWN, **{f"async_{name}": _OWN[name] for name in _ASYNC}}
+WORKFLOWS = {**_SYNC, **{f"async_{name}": _SYNC[name] for name in _ASYNC}}
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
 """Name -> function of a ``Taskset`` that returns ``rlkit.envs.Tasks``."""
@@ -276,17 +261,13 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     kind = taskset.default_workflow_type or given.default_workflow_type or _kind(taskset)
     reward = taskset.default_reward_fn_type or given.default_reward_fn_type
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)
-    why = foreign(kind, environments) if kind not in environments else None
-    if why is not None:
-        what, expected = f"is {kind!r}", "a name in rlkit.recipes.environments, where you can register your own"
-        raise ConfigError(f"{where}.default_workflow_type", what, expected, why)
     make = environments[kind]
     try:
         tasks: Tasks = make(taskset)
     except (ConfigError, TypeError) as error:
         text = str(error)
         raise ConfigError(
-            f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _at(where, text)
+            f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _prefix(where, text)
         ) from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(where, f"{kind!r} made {_check.describe(tasks)}", "rlkit.envs.Tasks")
@@ -299,7 +280,7 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     return tasks
 
 
-def _at(where: str, text: str) -> str:
+def _prefix(where: str, text: str) -> str:
     inner = text.startswith(("workflow_args", "reward_fn_args"))
     return f"{where}.{text}" if inner else f"{where}: {text}"
 
@@ -319,7 +300,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
     if extract is not None:
         known = {name: getattr(answers, name) for name in ("boxed", "last_number", "between_tags")}
         function = known[_check.choice("workflow_args.extract", extract, tuple(known))]
-        args["extract"] = functools.partial(_found_text, function)
+        args["extract"] = functools.partial(_extract_text, function)
     if not taskset.path:
         raise ConfigError("path", "is not given", "a generator's name, such as gsm_symbolic")
     tasks = envs.reasoning_gym(taskset.path, split=taskset.split, **args)
@@ -327,7 +308,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
     return tasks
 
 
-def _found_text(function: Callable[[str], object], text: str) -> str | None:
+def _extract_text(function: Callable[[str], object], text: str) -> str | None:
     answer = function(text)
     return None if answer is None else str(answer)
 
@@ -348,44 +329,3 @@ def _openreward(taskset: Taskset) -> Tasks:
 
 for _name, _make in WORKFLOWS.items():
     environments.register(_name)(_make)
-
-_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
-
-
-@environments.register("agent")
-def agent(taskset: Taskset) -> Tasks:
-    """Make tasks of an agent; ``workflow_args`` are ``run`` and other arguments of ``rlkit.envs.agent``."""
-    args = dict(taskset.workflow_args)
-    run = _run(args.pop("run", None))
-    tasks = read_rows(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
-    name, key = taskset.default_reward_fn_type or "answer_reward", taskset.format.response_key
-    score = bound(name, taskset.reward_fn_args)
-
-    def answer_of(task: Mapping[str, object], where: str) -> object:
-        return read_answer(name, field(task, key, where), f"{where}: {key}")
-
-    for row, where in each_row(tasks, str(taskset.path)):
-        answer_of(row, where)
-
-    def reward(result: object, task: Mapping[str, object]) -> float:
-        return score(Action(str(result)), answer_of(task, f"{taskset.path}: a row"))
-
-    return envs.agent(run, reward, tasks, name=taskset.name, split=taskset.split, **args)
-
-
-def _run(run: object) -> Callable[..., object] | list[str]:
-    """Return the command, as a list or in one text, or the function that ``module:name`` is."""
-    if isinstance(run, (list, tuple)) and run:
-        return [str(part) for part in run]
-    if not isinstance(run, str) or not run.strip():
-        raise ConfigError("workflow_args.run", f"is {run!r}", "a command, or module:function")
-    if _FUNCTION.fullmatch(run) is None:
-        return shlex.split(run)
-    module, _, name = run.partition(":")
-    if str(Path.cwd()) not in sys.path:  # as of --import
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function: Callable[..., object] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"workflow_args.run: {run!r} cannot be imported: {error}") from error
-    return function

@@ -24,7 +24,7 @@ from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.harnesses import Result, results
 from rlkit.report import _curves
 from rlkit.report.episodes import Episodes, chosen, packed, texts
-from rlkit.tracking import masked, read_metrics
+from rlkit.tracking import mask, read_metrics
 from rlkit.tracking.jsonl import FILES, MetricsRow, Vocabulary, lines, read_vocabulary
 from rlkit.trajectory import Group
 
@@ -56,25 +56,25 @@ class RunFolder:
         self.unread = 0
 
     def config(self) -> object:
-        """Return the settings, keys masked; {} if they are missing or cannot be read."""
+        """Return the settings, keys mask; {} if they are missing or cannot be read."""
         try:
-            config = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
+            config = plain(mask(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
             return {}
         return config if isinstance(config, dict) else {"config": config}
 
     def settings(self) -> object:
-        """Return the settings of its policies and of their last requests, keys masked; {} where unknown."""
+        """Return the settings of its policies and of their last requests, keys mask; {} where unknown."""
         return self.facts("models")
 
     def facts(self, part: str) -> object:
-        """Return the "machine" or the "models" of run.json, keys masked; {} where unknown."""
+        """Return the "machine" or the "models" of run.json, keys mask; {} where unknown."""
         path = self.path / "run.json"
         try:
             found = json.loads(path.read_text("utf-8"))[part] if path.is_file() else {}
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return {}
-        return plain(masked(found)) if isinstance(found, dict) else {}
+        return plain(mask(found)) if isinstance(found, dict) else {}
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (trajectories, bytes) of each line of trajectories, without making objects of them."""

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rlkit._files import from_json, plain
-from rlkit._secrets import redactor
-from rlkit.tracking import masked
+from rlkit._secrets import redact
+from rlkit.tracking import mask
 from rlkit.trajectory import Group, Trajectory
 
 __all__ = ["Episodes", "chosen", "packed", "unpacked"]
@@ -88,7 +88,6 @@ class Episodes:
         self._waiting: list[dict[str, object]] = []
         self._size = 0
         self._group = 0
-        self._redact = redactor()
 
     def add(self, group: Group, extras: Mapping[str, Sequence[object]]) -> None:
         """Add a group, with the values of its tokens: name -> one entry per trajectory."""
@@ -96,19 +95,19 @@ class Episodes:
             advantage = _numbers(extras, "advantages", member)
             trainer = _numbers(extras, "trainer_logprobs", member)
             gaps = _gaps(trajectory, trainer)
-            record = _record(trajectory, group, member, self._redact)
+            record = _record(trajectory, group, member, redact)
             record |= {"advantages": _scaled(advantage), "trainer": _scaled(trainer)}
             for turn in record["turns"]:
                 self.tokens.update(turn["a"])
                 self.tokens.update(turn["t"])
             row = (
                 group.step,
-                _place(self.environments, self._redact(trajectory.env)),
+                _place(self.environments, redact(trajectory.env)),
                 -1 if trajectory.index is None else trajectory.index,
                 _finite(trajectory.reward),
                 len(trajectory.turns),
                 trajectory.token_count,
-                _place(self.endings, self._redact(trajectory.ended)),
+                _place(self.endings, redact(trajectory.ended)),
                 _finite(float(np.mean(advantage))) if advantage is not None and np.size(advantage) else None,
                 _finite(float(np.abs(gaps).max())) if gaps is not None and gaps.size else None,
                 self._group,
@@ -150,7 +149,7 @@ def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[
         "version": trajectory.version,
         "newest": max((int(turn.sample.token_versions.max(initial=0)) for turn in trajectory.turns), default=0),
         "terminated": trajectory.terminated,
-        "tags": masked(trajectory.tags),
+        "tags": mask(trajectory.tags),
         "metrics": dict(trajectory.metrics),
         "messages": [_message(message, redact) for message in trajectory.messages],
         "turns": list(_turns(trajectory)),
@@ -187,7 +186,7 @@ def _message(message: Mapping[str, object], redact: Callable[[str], str]) -> _Re
         content = "\n".join(str(part.get("text", part) if isinstance(part, Mapping) else part) for part in content)
     shown["content"] = redact("" if content is None else str(content))
     if message.get("tool_calls"):
-        shown["calls"] = masked(message["tool_calls"])
+        shown["calls"] = mask(message["tool_calls"])
     return shown
 
 

@@ -25,12 +25,11 @@ from rlkit import _check
 from rlkit._check import checked
 from rlkit._files import plain, replacing
 from rlkit._runtime import warn
-from rlkit._secrets import SECRET
+from rlkit._secrets import mask
 from rlkit._seeds import resolve_seed
 from rlkit.backends import saves
 from rlkit.errors import BackendError, CheckpointError, ConfigError, RlkitError
 from rlkit.runs.state import decode
-from rlkit.tracking import masked
 
 __all__ = ["Record", "Retention", "find_checkpoint", "records"]
 
@@ -330,7 +329,7 @@ def describe_machine() -> dict[str, object]:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    command = masked([Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else ["python"])
+    command = mask([Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv and sys.argv[0] else ["python"])
     facts: dict[str, object] = {
         "command": " ".join(map(str, command)),
         "system": platform.platform(),
@@ -400,14 +399,13 @@ def _read_json(path: Path) -> Any:
 
 def _as_plain(value: object) -> object:
     """Return plain JSON without what looks like a key."""
-    return plain(masked(_unpack(value)))
+    return plain(mask(_unpack(value)))
 
 
 def _unpack(value: Any) -> object:
-    """Return attrs objects as dicts without their secret fields, and functions by name."""
+    """Return attrs objects as dicts, and functions by name."""
     if attrs.has(type(value)):
-        fields = attrs.fields(type(value))
-        return {field.name: _unpack(getattr(value, field.name)) for field in fields if SECRET not in field.metadata}
+        return {field.name: _unpack(getattr(value, field.name)) for field in attrs.fields(type(value))}
     if isinstance(value, Mapping):
         return {str(name): _unpack(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

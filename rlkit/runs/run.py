@@ -564,15 +564,8 @@ class _StopRequest:
 
 
 _watching: weakref.WeakSet[_StopRequest] = weakref.WeakSet()
-
-
-def _restore_signals() -> None:
-    for request in _watching:
-        request.restore()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_restore_signals)
+    os.register_at_fork(after_in_child=lambda: [*map(_StopRequest.restore, _watching)])
 
 
 def _print_stop(usual: Callable[..., object], kind: type[BaseException], error: BaseException, trace: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlkit._secrets import masked
+from rlkit._secrets import mask
 from rlkit.metrics.names import NAMES, Name, standard
 from rlkit.registry import Registry
 from rlkit.tracking._training import mismatch_metrics, train_metrics
@@ -19,7 +19,7 @@ __all__ = [
     "Several",
     "Tracker",
     "for_run",
-    "masked",
+    "mask",
     "mismatch_metrics",
     "read_metrics",
     "registry",
@@ -62,7 +62,7 @@ for _public in (
     Several,
     Tracker,
     for_run,
-    masked,
+    mask,
     mismatch_metrics,
     read_metrics,
     standard,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from rlkit import _check, _runtime
-from rlkit._secrets import masked, redact
+from rlkit._secrets import mask, redact
 from rlkit.errors import ConfigError
 from rlkit.tracking import protocol
 from rlkit.trajectory import Group, Trajectory
@@ -48,7 +48,7 @@ class ServiceTracker(ABC):
             raise ConfigError(f"{text}install it with {_runtime.command(self.extra)}")
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError("config", f"got {redact(_check.describe(config))}", "a mapping")
-        self._config: dict[str, object] = masked(config or {})
+        self._config: dict[str, object] = mask(config or {})
         self._most = _check.integer("trajectories", trajectories, low=0)
         self._run: Run = None
         self._closed = False

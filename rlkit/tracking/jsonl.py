@@ -16,7 +16,7 @@ import numpy as np
 from rlkit import _check, _files, storage
 from rlkit._files import from_json, replacing, synced, to_json
 from rlkit._runtime import warn
-from rlkit._secrets import masked, redact
+from rlkit._secrets import mask, redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import _training, protocol
@@ -423,6 +423,6 @@ def read_metrics(folder: str | Path) -> list[MetricsRow]:
 
 def _clean(group: Group, step: int) -> Group:
     """Return the group under ``step``, without keys in its texts."""
-    trajectories = [attrs.evolve(t, messages=masked(t.messages), tags=masked(t.tags)) for t in group.trajectories]
+    trajectories = [attrs.evolve(t, messages=mask(t.messages), tags=mask(t.tags)) for t in group.trajectories]
     failures = [attrs.evolve(failure, message=redact(failure.message)) for failure in group.failures]
     return attrs.evolve(group, trajectories=trajectories, failures=failures, step=step)

@@ -10,13 +10,13 @@ pytest.importorskip("omegaconf")
 from rlkit import recipes
 from tests.recipes.problems import curve, played, table
 
-NAMES = [name for name in recipes.algorithms.registry if name not in (*table.ALIASES, *table.IN_CONTEXT)]
+NAMES = [name for name in recipes.algorithms.registry if name not in table.ALIASES]
 
 
 def test_all_are_there():
     """Those that a user of such configurations may name."""
-    wanted = "grpo dr_grpo dapo rloo reinforceplusplus remax opmd asymre topr cispo gspo sapo sppo rec gigpo ppo sft"
-    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix chord cpt"
+    wanted = "grpo dr_grpo dapo rloo reinforceplusplus opmd asymre topr cispo gspo sapo sppo rec gigpo ppo sft"
+    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix mix_chord cpt"
     assert set(wanted.split()) == set(NAMES)
 
 
@@ -27,7 +27,7 @@ def test_on_the_toy(name, tmp_path):
     assert found["better"], found
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "dpo", "on_policy_distill", "chord", "dapo"])
+@pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "dpo", "on_policy_distill", "mix_chord", "dapo"])
 def test_through_the_service(name, tmp_path):
     """The same over the real SDK."""
     pytest.importorskip("tinker", reason="needs the extra tinker")
@@ -84,7 +84,9 @@ def test_a_recipe_of_ones_own(tmp_path):
         asked.append([len(group) for group in rewards])
         return [group - 0.5 for group in rewards]
 
-    recipes.algorithms.register("mine", recipes.Recipe("a test", advantage=mine, loss="cispo", repeat_times=3))
+    recipes.algorithms.register(
+        "mine", recipes.Recipe("a test", data="rollouts", advantage=mine, loss="cispo", repeat_times=3)
+    )
     try:
         outcome = played(tmp_path, algorithm="mine", steps=2)
     finally:

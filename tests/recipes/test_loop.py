@@ -141,13 +141,16 @@ def test_which_snapshot_samples(tmp_path, interval, offset):
         ([], [1.0, 1.0, 1.0, 1.0, 1.0]),
         (["lr_warmup_steps=2"], [0.5, 1.0, 1.0, 1.0, 1.0]),
         (["lr_warmup_steps_ratio=0.4", "lr_scheduler_type=linear", "min_lr_ratio=0"], [0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
-        (["warmup_style=cosine", "min_lr_ratio=0.2"], [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]),
+        (
+            ["lr_scheduler_type=cosine", "min_lr_ratio=0.2"],
+            [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)],
+        ),
     ],
 )
 def test_learning_rates(tmp_path, overrides, expected):
-    schedule = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5)).schedule
-    assert [schedule.rate(step) / schedule.settings.lr for step in range(5)] == pytest.approx(expected)
-    adam = schedule.adam(0)
+    job = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5))
+    assert [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)] == pytest.approx(expected)
+    adam = job.adam(0)
     assert (adam.beta1, adam.beta2, adam.weight_decay, adam.grad_clip_norm) == (0.9, 0.999, 0.0, 1.0)
 
 
@@ -334,7 +337,9 @@ def test_corrections_multiply_weights(tmp_path):
     import numpy as np
 
     from rlkit.credit import Item
-    from rlkit.recipes.method import correct, correction_of, resolve
+    from rlkit.recipes.algorithms import resolve
+    from rlkit.recipes.job import _choose_correction
+    from rlkit.recipes.loop import correct
     from rlkit.recipes.settings import Algorithm
 
     rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
@@ -352,7 +357,7 @@ def test_corrections_multiply_weights(tmp_path):
     assert (metrics["train/correction/min"], metrics["train/correction/max"]) == pytest.approx((0.25, 1.5))
 
     def auto(name="auto", elsewhere=True, **settings):
-        return correction_of(name, resolve(Algorithm(**settings)), elsewhere=elsewhere)
+        return _choose_correction(name, resolve(Algorithm(**settings)), elsewhere=elsewhere)
 
     assert auto(algorithm_type="opmd") == "token_tis"
     assert auto(algorithm_type="opmd", elsewhere=False) is None
@@ -363,3 +368,60 @@ def test_corrections_multiply_weights(tmp_path):
     assert auto(algorithm_type="raft") is auto(algorithm_type="sft") is None
     with pytest.raises(rlkit.ConfigError, match=r"algorithm\.correction"):
         played(tmp_path / "none", "algorithm.correction=tis", steps=1)
+
+
+def test_entropy_masks_drop_tokens(tmp_path):
+    """As ``clip_b`` and ``clip_v`` say for the policy before the update; a row of demonstrations stays."""
+    import types
+
+    import numpy as np
+
+    from rlkit import corrections
+    from rlkit.credit import Item
+    from rlkit.recipes.algorithms import resolve
+    from rlkit.recipes.loop import _estimate_distributions, mask_by_entropy
+    from rlkit.recipes.settings import Algorithm
+
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(6), size=5)
+    exact = {"entropy": -(p * np.log(p)).sum(-1), "sum_p2": (p**2).sum(-1), "sum_p2_logp": (p**2 * np.log(p)).sum(-1)}
+    datum = rlkit.Datum([7, 0, 1, 2, 3], [0, 1, 1, 1, 1], {"advantages": [-1.0, -1.0, -1.0, 1.0], "weights": 0.5})
+    now = np.log(p[[1, 2, 3, 4], [0, 1, 2, 3]]).astype(np.float32)
+
+    class Sampler:
+        def top_logprobs(self, tokens, k):
+            order = np.argsort(-p, axis=1)
+            return rlkit.Future.of((order, np.take_along_axis(np.log(p), order, 1).astype(np.float32)))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    policy = types.SimpleNamespace(sampler=lambda: rlkit.Future.of(Sampler()))
+    found = _estimate_distributions(policy, [datum])
+    for name, values in exact.items():
+        assert found[name][0] == pytest.approx(values[1:], abs=1e-5), name
+    for kind, args in (("clipb", {"mu": 0.5}), ("clipv", {"mu": 0.5, "max_fraction": 0.5})):
+        method = resolve(Algorithm(algorithm_type="grpo", advantage_fn=kind, advantage_fn_args=args))
+        names = ("entropy",) if kind == "clipb" else tuple(exact)
+        given = {name: [exact[name][1:]] for name in names} | {
+            "logprobs": [now],
+            "advantages": [[-1.0, -1.0, -1.0, 1.0]],
+        }
+        (factors,) = getattr(corrections, method.entropy_mask)(**given, **args)
+        shown = rlkit.Datum([7, 0], [0, 1], {"advantages": [0.0]})
+        items, metrics = mask_by_entropy(
+            method,
+            [Item([datum], 0, object()), Item([shown], 1)],
+            [now, np.zeros(1)],
+            {name: [*rows, np.ones(1)] for name, rows in found.items()},
+        )
+        weights = items[0].data[0]
+        assert weights.select(weights.inputs["weights"]) == pytest.approx(0.5 * factors)
+        assert metrics["train/entropy_mask/mean"] == pytest.approx(factors.mean())
+        assert 0 < factors.mean() < 1
+        assert "weights" not in items[1].data[0].inputs
+    rows = steps_of(played(tmp_path, "algorithm.advantage_fn=clipb", "algorithm.advantage_fn_args.mu=0.1", steps=1))
+    assert 0 < rows[0]["train/entropy_mask/mean"] < 1

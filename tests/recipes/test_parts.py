@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,10 +17,8 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.credit import Item
-from rlkit.recipes import data, tasks
-from rlkit.recipes import method as batch
-from rlkit.recipes.algorithms import best_of_group
-from rlkit.recipes.method import resolve
+from rlkit.recipes import data, loop, tasks
+from rlkit.recipes.algorithms import best_of_group, resolve
 from rlkit.recipes.settings import Algorithm, Format, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
@@ -45,7 +42,7 @@ GROUPS = [
 
 def credited(groups=GROUPS, beside=None, **settings):
     """Advantages of a method, as lists."""
-    found = batch.assign_credit(resolve(Algorithm(**settings)), groups, **(beside or {}))
+    found = loop.assign_credit(resolve(Algorithm(**settings)), groups, **(beside or {}))
     return [a.round(4).tolist() for a in found.advantages]
 
 
@@ -65,12 +62,6 @@ def test_per_turn():
     assert found == [[1.0, 0.5, 0.5], [-1.0, -1.0, -0.5]]
     found = credited([group], algorithm_type="multi_step_grpo", advantage_fn_args={"enable_step_norm": True})
     assert found == [[0.3536] * 3, [-0.3536] * 3]
-
-
-def test_per_token():
-    """ReMax: what is still to come, less the greedy reward."""
-    greedy = [attrs.evolve(t, tags={"greedy": 1.0}) for t in GROUPS[1].trajectories]
-    assert credited([Group(greedy)], algorithm_type="remax") == [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]
 
 
 def test_the_bonus_of_entropy():
@@ -97,20 +88,20 @@ def test_weights_of_a_mixed_batch():
     method = resolve(Algorithm(algorithm_type="mix"))
     own = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {"expert": 0.0})
     shown = rlkit.Datum([1, 2, 3], [0, 1, 1])
-    items = [Item([own]), *batch.experts([[shown], [shown]])]
-    data = batch.weigh(method, items, constant=9.0, mu=0.3)
+    items = [Item([own]), *loop.make_expert_items([[shown], [shown]])]
+    data = loop.weigh(method, items, constant=9.0, mu=0.3)
     assert [float(d.inputs["weights"]) for d in data] == pytest.approx([1 / 3, 1 / 4, 1 / 4])
     assert [float(d.inputs["mu"]) for d in data] == pytest.approx([0.3] * 3)
     method = resolve(Algorithm(algorithm_type="dr_grpo"))
-    assert batch.weigh(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
+    assert loop.weigh(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
     method = resolve(Algorithm(algorithm_type="dpo"))
-    pair = batch.weigh(method, [Item([shown, shown])] * 2, constant=9.0, mu=None)
+    pair = loop.weigh(method, [Item([shown, shown])] * 2, constant=9.0, mu=None)
     assert [float(d.inputs["weights"]) for d in pair] == [0.5] * 4
 
 
 def test_the_best_of_each_group_trains():
     """RAFT: one item per group; the advantages of the others are there, and 0."""
-    found = batch.assign_credit(resolve(Algorithm(algorithm_type="raft")), GROUPS)
+    found = loop.assign_credit(resolve(Algorithm(algorithm_type="raft")), GROUPS)
     assert [item.trajectory.reward for item in found.items] == [1.0, 2.0]
     assert [a.tolist() for a in found.advantages] == [[1.0] * 2, [0.0] * 3, [1.0] * 3, [0.0] * 3]
 
@@ -132,7 +123,7 @@ NAMES = [
         "rec",
         {"ring_low_threshold": 0.4, "temperature": 2.0},
     ),
-    ({"algorithm_type": "chord", "policy_loss_fn_args": {"enable_phi_function": True}}, "mix", {"phi": True}),
+    ({"algorithm_type": "mix", "policy_loss_fn_args": {"enable_phi_function": True}}, "mix", {"phi": True}),
     ({"bypass_old_logprobs": False, "policy_loss_fn": "decoupled_ppo"}, "decoupled_ppo", {}),
     ({"policy_loss_fn": "cispo"}, "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28}),
     ({"policy_loss_fn": "sapo"}, "sapo", {"detached": True}),
@@ -200,10 +191,10 @@ def test_texts():
 
 
 def test_shares_of_the_expert():
-    """Fixed for mix; by CHORD's schedule for chord."""
+    """Fixed, or by CHORD's schedule if its settings are given."""
     assert resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3
     args = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
-    chord = resolve(Algorithm(algorithm_type="chord", policy_loss_fn_args=args))
+    chord = resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args=args))
     assert [chord.mu(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.4, 0.8, 0.5, 0.2])
 
 
@@ -370,7 +361,7 @@ def _buffer(taskset, **more):
 def test_what_was_not_scored_teaches_nothing(name, count):
     """A group's estimator gives it 0; those over turns and tokens do not see it; what has no tokens is left out."""
     group = Group([trajectory([r], [2]) for r in (1.0, 0.0, float("nan"))] + [trajectory([0.5], [0])])
-    found = batch.assign_credit(resolve(Algorithm(algorithm_type=name)), [group])
+    found = loop.assign_credit(resolve(Algorithm(algorithm_type=name)), [group])
     assert len(found.items) == count
     assert [a.size for a in found.advantages] == [2, 2, 2, 0]
     assert all(np.isfinite(a).all() for a in found.advantages)

@@ -1,4 +1,4 @@
-"""An algorithm of Trinity-RFT's name has its numbers, or a run says which setting differs: advantages and gradients.
+"""An algorithm of Trinity-RFT's name has its numbers once the defaults that differ are set: advantages and gradients.
 
 trinity.json holds what Trinity's own classes compute, with nothing set, for one batch (which version: "source" there).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,8 @@ import torch
 import rlkit
 from rlkit import losses, recipes
 from rlkit.credit import Item
-from rlkit.recipes import algorithms
-from rlkit.recipes import method as batch
-from rlkit.recipes.job import NOTE
-from rlkit.recipes.method import NAMES, differences, notes, resolve
+from rlkit.recipes import algorithms, loop
+from rlkit.recipes.algorithms import resolve
 from rlkit.recipes.settings import Algorithm
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
@@ -89,7 +88,7 @@ def gradients(name, own=()):
             )
             if key in (*method.recipe.needs, "reference" if method.wants_reference else "")
         }
-        credited = batch.assign_credit(method, groups, **beside)
+        credited = loop.assign_credit(method, groups, **beside)
         items, found = list(credited.items), credited.advantages
     else:
         rows = REFERENCE["pair"] if name == "dpo" else range(len(logprobs))
@@ -104,9 +103,9 @@ def gradients(name, own=()):
         if method.wants_reference:
             given = zip(shown, GIVEN["expert_reference_logprobs"], strict=True)
             shown = [d.with_inputs(reference_logprobs=row) for d, row in given]
-        items += batch.experts([[d] for d in shown])
+        items += loop.make_expert_items([[d] for d in shown])
         logprobs += [np.array(x) for x in GIVEN["expert_logprobs"]]
-    data = batch.weigh(method, items, constant=9.0, mu=None if method.mu is None else method.mu(STEP))
+    data = loop.weigh(method, items, constant=9.0, mu=None if method.mu is None else method.mu(STEP))
     prepared = losses.prepare(method.loss, method.loss_args)
     result = prepared.gradient([torch.tensor(x) for x in logprobs], data)
     return found, [x.numpy() for x in result.driver]
@@ -124,22 +123,31 @@ def settings(own):
     return found
 
 
-def told(name):
-    """What a run's lines say that Trinity has, as settings."""
-    plain = Algorithm(algorithm_type=name)
-    return {key: theirs for key, (_, theirs) in differences(plain, resolve(plain)).items() if key != "repeat_times"}
+CLIPPED = {"grpo", "grpo_verl", "rloo", "reinforceplusplus", "gigpo", "multi_step_grpo", "ppo", "on_policy_distill"}
+CLIPPED |= {"jsd", "mix", "dapo"}
+OTHERS = {
+    "dapo": {"policy_loss_fn_args.clip_range_high": 0.2},
+    "gspo": {"loss_agg_mode": "token-mean"},
+    "jsd": {"advantage_fn": "jsd"},
+}
+
+
+def defaults_of_theirs(name):
+    """Settings that make an algorithm Trinity's; docs/recipes.md has the same table."""
+    found = {"kl_loss_fn_args.kl_coef": 0.001} if CASES[name]["settings"]["kl_loss_fn"] != "none" else {}
+    return found | ({"policy_loss_fn_args.clip_ratio_c": 3.0} if name in CLIPPED else {}) | OTHERS.get(name, {})
 
 
 def test_every_algorithm_of_theirs_is_here():
     """By name; cpt is sft on all tokens of a text."""
-    assert {*CASES, "cpt"} == set(NAMES) <= set(algorithms.registry)
+    assert {*CASES, "cpt"} <= set(algorithms.registry)
     assert resolve(Algorithm(algorithm_type="cpt")).loss == resolve(Algorithm(algorithm_type="sft")).loss
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name):
-    """Advantages and gradients within 1e-6 of theirs; what differs is told, and set to their value it is theirs."""
-    changed = {key: value for key, value in told(name).items() if not key.startswith("kl_")}
+    """Advantages and gradients within 1e-6 of theirs; with the defaults that differ set to theirs."""
+    changed = {key: value for key, value in defaults_of_theirs(name).items() if not key.startswith("kl_")}
     own = {"repeat_times": 1} if name == "raft" else {}
     found, gradient = gradients(name, {**changed, **own})
     if CASES[name]["advantages"] is not None:
@@ -150,65 +158,53 @@ def test_numbers(name):
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"mix", "mix_chord", "dpo"}))
 def test_numbers_with_the_kl_term(name):
-    """As above, for the term that each has unless told otherwise; that of rows and pairs is told in words."""
+    """As above, for the term that each has unless told otherwise; that of rows and pairs differs (docs/recipes.md)."""
     expected = np.concatenate(CASES[name]["gradient"])
     if CASES[name]["kl_gradient"] is not None:
         expected = expected + np.concatenate(CASES[name]["kl_gradient"])
     own = {"repeat_times": 1} if name == "raft" else {}
-    _, gradient = gradients(name, {**told(name), **own})
+    _, gradient = gradients(name, {**defaults_of_theirs(name), **own})
     assert np.concatenate(gradient) == pytest.approx(expected, abs=1e-6)
 
 
 @for_each("name", CASES)
-def test_what_is_told(name):
-    """Each default of theirs is ours, or one of the lines; a line says nothing that is not so."""
-    own, lines = CASES[name]["settings"], told(name)
-    assert (lines.get("kl_loss_fn_args.kl_coef") == 0.001) == (own["kl_loss_fn"] != "none")
-    assert NAMES[name] == own["kl_loss_fn"]
+def test_the_table_of_defaults(name):
+    """Each entry is Trinity's default, and changes the gradient here; the page has it."""
+    own, given = CASES[name]["settings"], defaults_of_theirs(name)
     assert own["kl_loss_fn_args"]["kl_coef"] == 0.001
     assert own["entropy_loss_fn_args"]["entropy_coef"] == 0.0
-    for key, value in lines.items():
+    for key, value in given.items():
         where, _, inner = key.rpartition(".")
         args = own[where] if where else own
         inner = "clip_range" if inner == "clip_range_high" and inner not in args else inner
         if inner in args or inner != "clip_ratio_c":  # not given to PPO there, whose constructor then has it
             assert args[inner] == value
-    changed = resolve(Algorithm(algorithm_type=name, **settings(lines)))
-    again = Algorithm(algorithm_type=name, **settings(lines))
-    assert set(differences(again, changed)) <= {"repeat_times"}
-    given = resolve(Algorithm(algorithm_type=name))
-    for key in lines:
-        assert settings({key: lines[key]})
         _, before = gradients(name)
-        _, after = gradients(name, {key: lines[key]})
+        _, after = gradients(name, {key: value})
         assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True)), key
-    assert given.kl_loss == 0
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
+    rows = page.partition("Defaults that differ")[2].partition("\n\nWith")[0]
+    (row,) = re.findall(rf"^\| [^|]*`{name}`[^|]*\| (.*?) \|", rows, re.MULTILINE)
+    assert row == ("; ".join(f"`{key}` {value}" for key, value in given.items()) or "none")
 
 
 def test_what_changes_training_is_said_last(tmp_path, caplog):
-    """Harmless keys are one line; in a file for Trinity other defaults follow, and what is not followed."""
+    """Harmless keys are one line; then what is not followed."""
     caplog.set_level(logging.INFO, "rlkit.recipes")
-    task = "buffer.explorer_input.taskset"
-    given = ["algorithm.kl_loss_fn_args.kl_coef=0", "algorithm.repeat_times=4"]
-    recipes.check(loaded(tmp_path, *given, "buffer.total_epochs=1"))
+    task, buffer = "buffer.explorer_input.taskset", "buffer.trainer_input.experience_buffer"
+    recipes.check(loaded(tmp_path, "buffer.total_epochs=1"))
     assert caplog.messages == []
-    given += [f"{task}.data_selector={{selector_type: shuffle}}", "cluster={node_num: 1}", "trainer.save_strategy=x"]
+    given = [f"{task}.data_selector={{selector_type: shuffle}}", "cluster={node_num: 1}", "trainer.save_strategy=x"]
     given += [f"{task}.task_selector={{selector_type: difficulty_based}}"]
-    given += ["buffer.trainer_input.experience_buffer={replay_buffer: {enable: true}, capacity: 3}"]
-    recipes.check(loaded(tmp_path, *given))
-    unsupported = "changes training in Trinity-RFT, but is not supported"
-    begins = (
-        "without effect: 3 keys, none of which changes training; --verbose lists them",
-        "algorithm.policy_loss_fn_args.clip_ratio_c is not set: rlkit uses off, Trinity-RFT 0.6.0 uses 3.0",
-        f"{unsupported}: {task}.task_selector (tasks are shuffled by the run's seed",
-        f"{unsupported}: buffer.trainer_input.experience_buffer.replay_buffer (a batch",
-    )
-    assert len(caplog.messages) == len(begins)
-    assert all(said.startswith(text) for said, text in zip(caplog.messages, begins, strict=True))
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING", "WARNING"]
-    off = "buffer.trainer_input.experience_buffer={replay_buffer: {enable: false}}"
+    recipes.check(loaded(tmp_path, *given, f"{buffer}={{replay_buffer: {{enable: true}}, capacity: 3}}"))
+    (harmless, not_followed) = caplog.messages
+    assert harmless.startswith("without effect, ")
+    assert {*harmless.partition(": ")[2].split(", ")} == {"cluster", "trainer.save_strategy", f"{buffer}.capacity"}
+    assert not_followed.startswith("changes training in Trinity-RFT, but is not supported")
+    assert not_followed.endswith(f": {task}.task_selector, {buffer}.replay_buffer")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     caplog.clear()
-    recipes.check(loaded(tmp_path, "algorithm.repeat_times=4", off))
+    recipes.check(loaded(tmp_path, f"{buffer}={{replay_buffer: {{enable: false}}}}"))
     assert caplog.messages == []
 
 
@@ -224,28 +220,3 @@ def test_names_of_newer_files_are_refused(tmp_path):
         with pytest.raises(rlkit.UnknownNameError) as refusal:
             recipes.check(recipes.load(overrides=["algorithm.algorithm_type=grpo", "backend=toy", more]))
         assert part in str(refusal.value)
-
-
-def test_lines_of_a_run(tmp_path, caplog):
-    """One for each, in the log; none for what is set, or for an algorithm of rlkit's own name."""
-    caplog.set_level(NOTE, "rlkit.recipes")
-    recipes.check(loaded(tmp_path, "algorithm.repeat_times=4", algorithm="cispo"))
-    lines = [record.message for record in caplog.records if "Trinity-RFT" in record.message]
-    assert lines == ["algorithm.kl_loss_fn_args.kl_coef is not set: rlkit uses 0.0, Trinity-RFT 0.6.0 uses 0.001"]
-    caplog.clear()
-    recipes.check(
-        loaded(tmp_path, *["algorithm.kl_loss_fn_args.kl_coef=0", "algorithm.repeat_times=4"], algorithm="cispo")
-    )
-    recipes.check(loaded(tmp_path, algorithm="dr_grpo"))
-    assert not [record for record in caplog.records if "Trinity-RFT" in record.message]
-
-
-def test_differences_in_words():
-    """What no setting changes is a line too."""
-    for name, word in (("dapo", "operator"), ("raft", "every episode"), ("dpo", "added up")):
-        given = Algorithm(algorithm_type=name)
-        assert any(word in line for line in notes(given, resolve(given)))
-    given = Algorithm(algorithm_type="grpo", loss_agg_mode="seq-mean-token-sum-norm")
-    assert any("the batch's width" in line for line in notes(given, resolve(given)))
-    given = Algorithm(algorithm_type="mix", kl_loss_fn_args={"kl_coef": 0.1})
-    assert any("one mean over both" in line for line in notes(given, resolve(given)))

@@ -6,6 +6,7 @@ trinity_files.json holds the keys and values of the files in its repository's ex
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -17,56 +18,47 @@ pytest.importorskip("omegaconf")
 
 import rlkit
 from rlkit import recipes
+from rlkit.tracking import read_metrics
+from tests.each import for_each
+from tests.models.build import build
+from tests.recipes.problems import table
 
 FILES = json.loads(Path(__file__).with_name("trinity_files.json").read_text("utf-8"))
-_ENVIRONMENT = "(an environment of another package: wrap it, and add it with rlkit.recipes.environments.register)"
-_AGENT = "(an agent with a loop of its own: default_workflow_type: agent plays one, with workflow_args.run)"
-_JUDGE = "(a model that judges: a reward that asks one can be added with rlkit.recipes.rewards.register)"
-_OWN = "(register your workflows with rlkit.recipes.environments.register in a module, and load it with --import)"
-_CALLS = "(tool calls are compared: rlkit.envs.function with a reward over rlkit.tools.parse, added with rlkit"
-REFUSED = {  # what the message says
-    "benchmark/config/alfworld-template": _ENVIRONMENT,
-    "benchmark/config/frozenlake-template": _ENVIRONMENT,
-    "examples/RAFT_alfworld/RAFT_alfworld_7B": _ENVIRONMENT,
-    "examples/RAFT_alfworld/RAFT_reflect_alfworld_7B": _ENVIRONMENT,
-    "examples/agentscope_frozenlake/frozenlake_agent": _OWN,
-    "examples/agentscope_react/gsm8k": _AGENT,
-    "examples/agentscope_tool_react/agentscopev0_tool_react_dapo": _AGENT,
-    "examples/agentscope_tool_react/agentscopev0_tool_react_gsm8k": _AGENT,
-    "examples/agentscope_tool_react/agentscopev1_tool_react_dapo": _AGENT,
-    "examples/agentscope_websearch/agentscopev1_websearch_agent": _AGENT,
-    "examples/async_gsm8k/trainer": "path: is 'sqlite:///gsm8k.db', Trinity-RFT's queue between two processes",
-    "examples/bench/external_model": "model.external_model",
-    "examples/bots/bots": _OWN,
-    "examples/bots/random": _OWN,
-    "examples/bots/ref_eval_collect": "(rlkit has no such workflow)",
-    "examples/dpo_human_in_the_loop/dpo": "data_processor.task_pipeline",
-    "examples/entropy/clipb": "multiplies rlkit.corrections.clip_b into the weights",
-    "examples/entropy/clipv": "multiplies rlkit.corrections.clip_v into the weights",
-    "examples/grpo_alfworld/alfworld": _ENVIRONMENT,
-    "examples/grpo_alfworld_general_multi_step/alfworld": _ENVIRONMENT,
-    "examples/grpo_email_search/email_search": _ENVIRONMENT,
-    "examples/grpo_frozen_lake/frozen_lake": _ENVIRONMENT,
-    "examples/grpo_gsm8k_experience_pipeline/gsm8k": "Data-Juicer's operators are not run",
-    "examples/grpo_gsm8k_ruler/gsm8k_ruler": _JUDGE,
-    "examples/grpo_gsm8k_task_pipeline/gsm8k": "data_processor.task_pipeline",
-    "examples/grpo_gsm8k_trainable_ruler/gsm8k_ruler": _JUDGE,
-    "examples/grpo_math/math": "(a reward model: a reward that asks one can be added with rlkit.recipes.rewards",
-    "examples/grpo_rubric_as_reward/rubric": _JUDGE,
-    "examples/grpo_sciworld/sciworld": _ENVIRONMENT,
-    "examples/grpo_toolcall/toolace": _CALLS,
-    "examples/grpo_vlm/vlm": "image_key: is 'images'; expected no value (text only)",
-    "examples/grpo_webshop/webshop": _ENVIRONMENT,
-    "examples/learn_to_ask/train": _OWN,
-    "examples/mix_chord/mix_chord_toolace": _CALLS,
-    "examples/mix_vlm/mix_vlm": "image_key: is 'images'; expected no value (text only)",
+WORKFLOW = "no environment named"
+NEEDS = {  # what each of the others needs -> what the message names, and the files
+    "an environment of another package": [
+        *(WORKFLOW, "benchmark/config/alfworld-template", "benchmark/config/frozenlake-template"),
+        *("examples/RAFT_alfworld/RAFT_alfworld_7B", "examples/RAFT_alfworld/RAFT_reflect_alfworld_7B"),
+        *("examples/grpo_alfworld/alfworld", "examples/grpo_alfworld_general_multi_step/alfworld"),
+        *("examples/grpo_email_search/email_search", "examples/grpo_frozen_lake/frozen_lake"),
+        *("examples/grpo_sciworld/sciworld", "examples/grpo_webshop/webshop"),
+    ],
+    "an agent of AgentScope": [
+        *(WORKFLOW, "examples/agentscope_frozenlake/frozenlake_agent", "examples/agentscope_react/gsm8k"),
+        *(f"examples/agentscope_tool_react/agentscopev{x}" for x in ("0_tool_react_dapo", "0_tool_react_gsm8k")),
+        "examples/agentscope_tool_react/agentscopev1_tool_react_dapo",
+        "examples/agentscope_websearch/agentscopev1_websearch_agent",
+    ],
+    "a separate workflow": [
+        *(WORKFLOW, "examples/bots/bots", "examples/bots/random", "examples/bots/ref_eval_collect"),
+        *("examples/learn_to_ask/train", "examples/grpo_toolcall/toolace", "examples/mix_chord/mix_chord_toolace"),
+    ],
+    "a model that judges": [
+        *(WORKFLOW, "examples/grpo_gsm8k_ruler/gsm8k_ruler", "examples/grpo_gsm8k_trainable_ruler/gsm8k_ruler"),
+        *("examples/grpo_math/math", "examples/grpo_rubric_as_reward/rubric"),
+    ],
+    "Data-Juicer, in the pipeline of tasks": [
+        *("data_processor.task_pipeline", "examples/dpo_human_in_the_loop/dpo"),
+        "examples/grpo_gsm8k_task_pipeline/gsm8k",
+    ],
+    "Data-Juicer, in that of experiences": [
+        *("unknown operator 'data_juicer'", "examples/grpo_gsm8k_experience_pipeline/gsm8k"),
+    ],
+    "images": ["image_key: is 'images'", "examples/grpo_vlm/vlm", "examples/mix_vlm/mix_vlm"],
+    "a model on another server": ["model.external_model", "examples/bench/external_model"],
 }
-STILL = {  # refused for what the run itself needs, with the tasks replaced by rows and what is Data-Juicer's left out
-    "examples/async_gsm8k/trainer": REFUSED["examples/async_gsm8k/trainer"],
-    "examples/bench/external_model": "model.external_model",
-    "examples/entropy/clipb": "multiplies rlkit.corrections.clip_b into the weights",
-    "examples/entropy/clipv": "multiplies rlkit.corrections.clip_v into the weights",
-}
+REFUSED = {name: said for said, *names in NEEDS.values() for name in names}
+LOADED = [name for name in FILES if name not in REFUSED]
 TRUTH = {"target": 12, "numbers": [6, 6]}
 
 
@@ -127,52 +119,117 @@ def without(given):
     for each in given.get("buffer", {}).get("trainer_input", {}).get("auxiliary_buffers", {}).values():
         (each.get("format") or {}).pop("image_key", None)
     given.pop("data_processor", None)
+    given.get("model", {}).pop("external_model", None)
+    given.get("model", {}).pop("enable_thinking", None)
     return given
 
 
-def loaded(given, folder, *more):
-    """Its settings, on the toy, which is given a template with a switch where it is to think."""
+def test_the_table_is_whole():
+    """docs/recipes.md has the numbers."""
+    assert len(FILES) == 60
+    assert REFUSED.keys() <= FILES.keys()
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
+    assert f"{len(LOADED)} of the 60 configurations" in page
+    counts = "; ".join(f"{what} ({len(names) - 1})" for what, names in NEEDS.items())
+    assert counts in " ".join(page.split())
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A run's trajectories, in the place of Trinity's queue between two processes."""
+    folder = tmp_path_factory.mktemp("explored")
+    more = [f"checkpoint_root_dir={folder}", "algorithm.algorithm_type=grpo", "mode=explore", "buffer.total_steps=1"]
+    more += ["buffer.explorer_input.taskset.path=chain_sum", "model.max_response_tokens=4", "backend=toy", "seed=0"]
+    (outcome,) = recipes.run(recipes.load(overrides=more))
+    return outcome.folder / "trajectories.jsonl"
+
+
+STEP = ["buffer.batch_size=2", "buffer.train_batch_size=0", "buffer.total_steps=1", "trainer.total_steps=null"]
+STEP += ["model.max_response_tokens=4", "model.max_model_len=null", "model.max_prompt_tokens=null"]
+STEP += ["explorer.eval_on_startup=false", "explorer.eval_interval=1000", "monitor.monitor_type=null", "seed=0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small random model whose context has room for the prompts."""
+    return build("llama", tmp_path_factory.mktemp("model") / "llama", max_length=1024)
+
+
+def one_step(name, folder, backend, stored, model):
+    """Train one step of a file, with only the model, the data, and the amount of work replaced."""
+    given = placed(FILES[name], folder)
+    trainer = given.get("buffer", {}).get("trainer_input", {})
+    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
+        trainer["experience_buffer"]["path"] = str(stored)
     if given.get("model", {}).get("enable_thinking"):
-        given["model"]["custom_chat_template"] = (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
-        )
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
+        given["model"]["custom_chat_template"] = template
     path = folder / "run.yaml"
     path.write_text(json.dumps(given), "utf-8")
-    own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", "seed=0"]
-    return recipes.load(path, [*own, f"checkpoint_root_dir={folder}", *more])
-
-
-def test_the_table_is_whole():
-    assert len(FILES) == 60  # as docs/recipes.md says, and how many are refused
-    assert REFUSED.keys() <= FILES.keys()
-    assert len(REFUSED) == 35
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name not in REFUSED])
-def test_files_that_load(name, tmp_path):
-    """As they are, but for the model and the data: checked, and one step is trained."""
-    given = placed(FILES[name], tmp_path)
-    more = ["buffer.batch_size=2", "buffer.train_batch_size=0", "buffer.total_steps=1", "trainer.total_steps=null"]
-    more += ["model.max_response_tokens=4", "model.max_model_len=null", "model.max_prompt_tokens=null"]
-    more += ["explorer.eval_on_startup=false", "explorer.eval_interval=1000"]
-    settings = loaded(given, tmp_path, *more)
-    if settings.algorithm.repeat_times and settings.algorithm.repeat_times > 2:
-        settings = loaded(given, tmp_path, *more, "algorithm.repeat_times=2")
-    (job,) = recipes.check(loaded(given, tmp_path))
-    assert job.config["algorithm"]["algorithm_type"] == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
-    if "teacher" not in job.method.recipe.needs and settings.mode != "bench":
+    own_model = contextlib.nullcontext(("local", {"model": str(model)}))
+    with own_model if backend == "local" else table.backend(backend, folder) as (kind, options):
+        own = [f"options.{key}={value}" for key, value in options.items() if key not in ("model", "base_url")]
+        own += [
+            f"backend={kind}",
+            f"model.tinker.enable={json.dumps(kind == 'tinker')}",
+            f"checkpoint_root_dir={folder}",
+        ]
+        if "base_url" in options:
+            own += ["model.tinker.base_model=toy", f"model.tinker.base_url={options['base_url']}"]
+        elif "model" in options:
+            own += [f"model.model_path={options['model']}", "explorer.rollout_model.dtype=null"]
+        own += ["model.critic_model_path=toy"] if kind == "tinker" else []
+        if given.get("explorer", {}).get("auxiliary_models"):
+            own += [f"explorer.auxiliary_models.0.model_path={options.get('model', 'toy')}"]
+        settings = recipes.load(path, [*own, *STEP])
+        if settings.algorithm.repeat_times and settings.algorithm.repeat_times > 2:
+            settings = recipes.load(path, [*own, *STEP, "algorithm.repeat_times=2"])
         (outcome,) = recipes.run(settings)
-        assert (outcome.folder / "metrics.jsonl").stat().st_size
+    kind = FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
+    assert settings.algorithm.algorithm_type == kind
+    names = {key for row in read_metrics(outcome.folder) for key in row["metrics"]}
+    played = settings.mode == "explore"
+    assert ("env/" in " ".join(names)) if played else "train/updates" in names, names
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_that_are_refused(name, tmp_path):
+@pytest.mark.parametrize("backend", ["toy", "local", "fake"])
+def test_files_that_train(backend, tmp_path, stored, model):
+    """Each trains a step, or evaluates where that is its mode; the failures are listed."""
+    failed = {}
+    for i, name in enumerate(LOADED):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        try:
+            one_step(name, folder, backend, stored, model)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+
+
+@for_each("name", LOADED)
+def test_files_that_load(name, tmp_path_factory, stored):
+    """All keys and values are read, before anything is connected."""
+    folder = tmp_path_factory.mktemp("file")
+    given = placed(FILES[name], folder)
+    trainer = given.get("buffer", {}).get("trainer_input", {})
+    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
+        trainer["experience_buffer"]["path"] = str(stored)
+    (folder / "run.yaml").write_text(json.dumps(given), "utf-8")
+    own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
+    (job,) = recipes.check(recipes.load(folder / "run.yaml", own))
+    assert job.config["algorithm"]["algorithm_type"] == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
+
+
+@for_each("name", REFUSED)
+def test_files_that_are_refused(name, tmp_path_factory):
     """For what they really need; with that left out, no other key of theirs is in the way."""
-    given = placed(FILES[name], tmp_path)
+    folder = tmp_path_factory.mktemp("file")
+    given = placed(FILES[name], folder)
+    own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(given), "utf-8")
     with pytest.raises((rlkit.ConfigError, rlkit.UnknownNameError)) as refusal:
-        recipes.check(loaded(given, tmp_path))
+        recipes.check(recipes.load(path, own))
     assert REFUSED[name] in str(refusal.value)
-    assert "did you mean" not in str(refusal.value)
-    if name in STILL:
-        return
-    recipes.check(loaded(without(given), tmp_path))
+    path.write_text(json.dumps(without(given)), "utf-8")
+    recipes.check(recipes.load(path, own))

@@ -7,6 +7,7 @@ import json
 import logging
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import example, given, strategies
 
@@ -17,8 +18,9 @@ import rlkit
 from rlkit import recipes
 from rlkit.envs import Action
 from rlkit.envs._prompts import named
-from rlkit.recipes import _models, _scoring, data, tasks
-from rlkit.recipes.method import Operators, was_cut
+from rlkit.recipes import data, loop, scoring, tasks
+from rlkit.recipes.job import read_critic_loss, read_operators
+from rlkit.recipes.loop import is_truncated
 from rlkit.recipes.settings import ExplorerInput, Format, Operator, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.recipes.problems import curve, loaded, played
@@ -37,7 +39,7 @@ OTHERWISE = {  # where rlkit decides otherwise: the last box counts, with or wit
 def test_rewards_of_trinity(case):
     """By the same name the same reward, for answers of many forms."""
     pytest.importorskip("math_verify")
-    score = _scoring.bound(case["reward"], case["args"])
+    score = scoring.bind_reward(case["reward"], case["args"])
     for text, expected in zip(case.get("texts", REWARDS["texts"]), case["values"], strict=True):
         if (case["reward"], text) not in OTHERWISE:
             assert score(Action(text), case["truth"]) == pytest.approx(expected), text
@@ -48,10 +50,10 @@ def test_boxed_and_dapo_rewards_of_trinity():
     wrong = []
     for response, truth, *expected in REWARDS["math"]["pairs"]:
         for name, value in zip(("math_boxed_reward", "math_dapo_reward"), expected, strict=True):
-            if _scoring.bound(name, {})(Action(response), truth) != value:
+            if scoring.bind_reward(name, {})(Action(response), truth) != value:
                 wrong.append((name, response, truth, value))
     assert not wrong
-    assert _scoring.bound("math_boxed_reward_naive_dapo", {})(Action("$7$"), 7) == 1.0
+    assert scoring.bind_reward("math_boxed_reward_naive_dapo", {})(Action("$7$"), 7) == 1.0
 
 
 @given(strategies.text(r"\\{}[]()/$%_.,- 17axsqrtfcboxedinf"), strategies.text(r"\\{}/$_.,= 17axsqrtfc"))
@@ -59,7 +61,7 @@ def test_boxed_and_dapo_rewards_of_trinity():
 def test_verdicts_on_any_text(said, truth):
     """Whatever a policy writes has a verdict, and a box that holds the truth itself is right."""
     for name in ("math_boxed_reward", "math_dapo_reward"):
-        score = _scoring.bound(name, {})
+        score = scoring.bind_reward(name, {})
         assert score(Action(said), truth) in (-1.0, 0.0, 1.0)
         assert score(Action(f"\\boxed{{{len(truth)}}}"), len(truth)) == 1.0
 
@@ -68,10 +70,10 @@ def test_rewards_that_compute():
     """By names of their own, answers in a box that are equal in value."""
     pytest.importorskip("math_verify")
     for name, wrong in (("algebra_boxed_reward", 0.0), ("algebra_dapo_reward", -1.0)):
-        score = _scoring.bound(name, {})
+        score = scoring.bind_reward(name, {})
         said = ("\\boxed{\\frac{14}{2}}", "\\boxed{8}", "7")
         assert [score(Action(text), "7") for text in said] == [1.0, wrong, wrong]
-    thinking = _scoring.bound("algebra_boxed_reward", {"with_think": True, "format_score_coef": 0.25})
+    thinking = scoring.bind_reward("algebra_boxed_reward", {"with_think": True, "format_score_coef": 0.25})
     assert [thinking(Action(f"{said}\\boxed{{7}}"), "7") for said in ("", "<think>a</think>")] == [0.75, 1.0]
 
 
@@ -87,12 +89,12 @@ def test_an_error_in_a_reward_names_it(tmp_path):
 def test_rewards_of_our_own_are_0_or_1():
     for name in ("answer_reward", "boxed_reward", "exact_match", "contains"):
         texts = ("\\boxed{7}" if name == "boxed_reward" else "7", "8")
-        assert [_scoring.bound(name, {})(Action(text), "7") for text in texts] == [1.0, 0.0]
+        assert [scoring.bind_reward(name, {})(Action(text), "7") for text in texts] == [1.0, 0.0]
 
 
 def test_a_formula_is_read_and_not_run():
     """Numbers and four operations; what would take for ever, or is a program, is no formula."""
-    score = _scoring.bound("countdown_reward", {})
+    score = scoring.bind_reward("countdown_reward", {})
     row = {"target": 1, "numbers": [9, 9, 9]}
     for text in ("9 ** 9 ** 9", "__import__('os').getpid() + 9 + 9 + 9", "9 if 9 else 9", "((" * 600 + "9 9 9"):
         assert score(Action(f"<answer>{text}</answer>"), row) == 0.1
@@ -103,12 +105,12 @@ def test_a_formula_is_read_and_not_run():
 def test_overlong_answers():
     """DAPO's shaping, by tokens: from 1 down to 0 for the right answer, from -1 to -2 for a wrong one."""
     args = {"enable_overlong_penalty": True, "penalty_factor": 1.0, "max_response_length": 10, "cache_length": 4}
-    score = _scoring.bound("math_dapo_reward", args)
+    score = scoring.bind_reward("math_dapo_reward", args)
     right = [score(Action("so </think> \\boxed{7}", tokens=range(n)), "7") for n in (6, 8, 10, 12)]
     assert right == [1.0, 0.5, 0.0, 0.0]
     assert score(Action("\\boxed{7} </think> 8", tokens=range(10)), "7") == -2.0
     with pytest.raises(rlkit.ConfigError, match="reward_fn_args.cache: unknown setting of math_dapo_reward"):
-        _scoring.bound("math_dapo_reward", {"cache": 4})
+        scoring.bind_reward("math_dapo_reward", {"cache": 4})
 
 
 def task(folder, kind=None, *, row=None, name="rows.jsonl", **more):
@@ -152,7 +154,8 @@ def test_prompts_of_workflows(tmp_path):
 
 def test_prompts_of_base_models(tmp_path):
     """use_base is one text, without a template, beside evaluations that are rendered, each with its system prompt."""
-    chat = _models.ChatOptions(Format(system_prompt="Hi."), None, None).chat(rlkit.connect("toy").tokenizer)
+    (job,) = recipes.check(loaded(tmp_path))
+    chat = attrs.evolve(job, form=Format(system_prompt="Hi.")).chat(rlkit.connect("toy").tokenizer)
     text = lambda prompt: chat.tokenizer.decode(chat.start(prompt).prompt, skip_special=False)  # noqa: E731
     base = {"kind": "math_boxed_workflow", "workflow_args": {"use_base": True}}
     default = (
@@ -175,7 +178,7 @@ def test_prompts_of_base_models(tmp_path):
     own += "{system_prompt: Hi.}}]}"
     more = ["backend=toy", f"checkpoint_root_dir={tmp_path}", "algorithm.algorithm_type=grpo"]
     (job,) = recipes.check(recipes.load(overrides=[own, *more]))
-    assert job.chat.form.system_prompt == "Hi."
+    assert job.form.system_prompt == "Hi."
     with pytest.raises(rlkit.ConfigError, match=r"format.system_prompt: is 'Add.' in one place but 'Hi.' in another"):
         recipes.check(recipes.load(overrides=[own.replace("use_base: true", "use_base: false"), *more]))
 
@@ -227,7 +230,7 @@ def trajectory(reward, stop="stop", n=2):
 def test_operators():
     """Each in its order; what they leave out is counted."""
     groups = [Group([trajectory(r) for r in given]) for given in ((1.0, 0.0, -1.0), (1.0, 1.0), (0.0, -1.0))]
-    of = lambda *given: Operators.of([Operator(name, args) for name, args in given])  # noqa: E731
+    of = lambda *given: read_operators([Operator(name, args) for name, args in given])  # noqa: E731
     left = lambda operators: [g.rewards.tolist() for g in operators.apply(groups)[0]]  # noqa: E731
     assert left(of(("reward_filter", {}))) == [[1.0, 0.0], [1.0, 1.0], [0.0]]
     assert left(of(("reward_filter", {"threshold": 0.5}))) == [[1.0], [1.0, 1.0]]
@@ -243,7 +246,7 @@ def test_operators():
 
 def test_answers_that_were_cut_do_not_train(tmp_path):
     """They stand in the baseline of their group, and in no update: on the toy, which never ends, nothing is left."""
-    assert (was_cut(trajectory(1.0)), was_cut(trajectory(1.0, "length"))) == (False, True)
+    assert (is_truncated(trajectory(1.0)), is_truncated(trajectory(1.0, "length"))) == (False, True)
     mask = "data_processor.experience_pipeline.operators=[{name: mask_response_truncated}]"
     ((_, with_all),) = curve(played(tmp_path / "all", "model.max_response_tokens=2", steps=1), "train/datums")
     ((_, numbers),) = curve(played(tmp_path / "mask", mask, "model.max_response_tokens=2", steps=1))
@@ -252,12 +255,10 @@ def test_answers_that_were_cut_do_not_train(tmp_path):
 
 def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
     """Each set its own top_p and top_k, beside training that samples from the whole distribution."""
-    from rlkit.recipes import _loop
-
     seen = []
-    evaluate = _loop.evaluate_sync
+    evaluate = loop.evaluate_sync
     monkeypatch.setattr(
-        _loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
+        loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
     )
     sets = "[{name: one, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_p: 0.5}}, "
     sets += "{name: two, default_workflow_type: write, workflow_args: {letters: a}, "
@@ -269,38 +270,38 @@ def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
 
 def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
     """Episodes that train are sampled with it where the loss takes no ratio."""
-    from rlkit.recipes import _loop
-
     seen = []
-    play = _loop.play
-    monkeypatch.setattr(_loop, "play", lambda *a: seen.append(a[2].params.top_p) or play(*a))
+    play = loop.play_step
+    monkeypatch.setattr(loop, "play_step", lambda *a: seen.append(a[2].params.top_p) or play(*a))
     played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
     assert seen == [0.9]
 
 
 def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
-    """enable_thinking: false is satisfied and said; true is refused, by --check already."""
+    """enable_thinking: false is satisfied and said; true is refused by such a template."""
     tokenizer = rlkit.connect("toy").tokenizer
-    settings = loaded(tmp_path, "model.enable_thinking=false")
+    (job,) = recipes.check(loaded(tmp_path, "model.enable_thinking=false"))
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
-        chat = _models.chat_options(settings.model, settings.explorer.rollout_model, Format()).chat(tokenizer)
+        chat = job.chat(tokenizer)
     assert "enable_thinking false" in caplog.text
     assert chat.start("a").prompt.tolist() == rlkit.chat.Chat(tokenizer).start("a").prompt.tolist()
     switch = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}!{% else %}.{% endif %}"
-    form = Format(chat_template=switch)
-    chat = _models.chat_options(settings.model, settings.explorer.rollout_model, form).chat(tokenizer)
-    assert tokenizer.decode(chat.start("a").prompt) == "a."
-    assert recipes.check(settings)
+    more = [f"model.custom_chat_template={json.dumps(switch)}", "model.enable_thinking=false"]
+    (job,) = recipes.check(loaded(tmp_path, *more))
+    assert tokenizer.decode(job.chat(tokenizer).start("a").prompt) == "a."
+    (job,) = recipes.check(loaded(tmp_path, "model.enable_thinking=true"))
+    with pytest.raises(rlkit.ConfigError, match="thinking"):
+        job.chat(tokenizer)
 
 
 def test_the_critics_settings_of_verl(tmp_path, caplog):
     """Its rate and its clip have their effect; the rest is named."""
-    more = ["trainer.trainer_config={critic: {optim: {lr: 0.02}, cliprange_value: 0.5, strategy: fsdp}}"]
+    more = ["trainer.trainer_config={critic: {optim: {lr: 0.02}, cliprange_value: 0.5}, actor: {strategy: fsdp}}"]
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
         (job,) = recipes.check(loaded(tmp_path, *more, algorithm="ppo"))
-    assert (job.critic.rate, job.critic.loss) == (0.02, {"clip": 0.5})
-    assert job.schedule.adam(0, job.critic.rate).learning_rate == pytest.approx(0.02)
-    assert "trainer.trainer_config: critic.strategy (keys of veRL)" in caplog.text
+    assert read_critic_loss(job.settings) == (0.02, {"clip": 0.5})
+    assert job.adam(0, 0.02).learning_rate == pytest.approx(0.02)
+    assert "trainer.trainer_config" in caplog.text
     with pytest.raises(rlkit.ConfigError, match=r"critic.optim.lr: is 0.02; expected algorithm.critic_lr, 0.01"):
         recipes.check(loaded(tmp_path, *more, "algorithm.critic_lr=0.01", algorithm="ppo"))
 
@@ -318,16 +319,6 @@ def test_a_task_sets_temperature_against_the_service(tmp_path, temperature):
         rlkit.ConfigError, match=r"taskset.rollout_args.temperature: is 0.7; expected 1, or options.off"
     ):
         recipes.check(settings)
-
-
-def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
-    """Is found by --check, with the command that installs it."""
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
-    with pytest.raises(rlkit.ConfigError, match="whose package wandb is not installed; expected null, or pip install"):
-        recipes.check(loaded(tmp_path, "monitor.monitor_type=wandb"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 
 import rlkit
 from rlkit.advantages import running_baseline, running_normalization
-from rlkit.config import secret
 from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy
 from rlkit.runs import Retention, Run
 from rlkit.runs.state import decode, encode
@@ -171,16 +170,3 @@ def test_a_report_never_fails_for_a_setting(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "metrics": {"a": 1e999, "b": 1.0}}\n')
     assert rlkit.report.write(tmp_path).exists()
-
-
-def test_secrets_of_settings_are_not_written(tmp_path):
-    """A field that ``rlkit.config.secret`` fills has no place in config.json, whatever it is called."""
-
-    @attrs.frozen
-    class Settings:
-        rate: float = 1e-4
-        login: str | None = secret("SERVICE_LOGIN")
-
-    with Run(tmp_path, config=Settings(login="canary"), trackers=()):
-        pass
-    assert "canary" not in (tmp_path / "config.json").read_text()

@@ -24,7 +24,7 @@ from rlkit._hosts import is_loopback
 from rlkit.backends import saves
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import guard
-from rlkit.backends.tinker.guard import clean, hide, last_warning, redact, watch_logs
+from rlkit.backends.tinker.guard import add_secret, clean, last_warning, redact, watch_logs
 from rlkit.backends.tokenizers import reason_of, tokenizer_from
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, StepOutcomeUnknown
 
@@ -306,7 +306,7 @@ def service_client(options: Address, seconds: float) -> tuple[ServiceClient, gua
     key = _find_key(options.api_key, local=local)
     if local and address is not None:
         _check_listening(address)
-    hide(key)
+    add_secret(key)
     guard.install()
     watch_logs()
     link = guard.Link(resend=True if options.resend is None and hosted(address) else options.resend)
@@ -337,7 +337,7 @@ def service_client(options: Address, seconds: float) -> tuple[ServiceClient, gua
             raise
         raise translate("connect", error) from error
     watch_logs()  # the SDK has imported more of itself by now
-    hide(getattr(client.holder, "_api_key", None))  # it may come from where only the SDK looks
+    add_secret(getattr(client.holder, "_api_key", None))  # it may come from where only the SDK looks
     return client, link
 
 

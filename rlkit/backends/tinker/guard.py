@@ -23,7 +23,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
-from rlkit._secrets import MASK, hide, redact
+from rlkit._secrets import MASK, add_secret, redact
 from rlkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ __all__ = [
     "LOST",
     "Link",
     "Trouble",
+    "add_secret",
     "clean",
-    "hide",
     "install",
     "last_warning",
     "redact",

@@ -14,7 +14,7 @@ from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.tinker import _requests, connection, guard
 from rlkit.backends.tinker._sampler import TinkerSampler
 from rlkit.backends.tinker.connection import Saved, checked_path, late, not_offered, read, run_of, status_of, translate
-from rlkit.backends.tinker.guard import clean, hide, watch_logs
+from rlkit.backends.tinker.guard import add_secret, clean, watch_logs
 from rlkit.backends.trainer import Inner
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.futures import Future
@@ -68,8 +68,8 @@ class Session:
             raise ConfigError(f"{misplaced[0]} cannot be combined with client=, which already has a connection")
         _check.require(hasattr(client, "create_lora_training_client"), "client", client, "a tinker.ServiceClient")
         connection.sdk()
-        hide(os.environ.get("TINKER_API_KEY"))
-        hide(getattr(client, "_api_key", None))
+        add_secret(os.environ.get("TINKER_API_KEY"))
+        add_secret(getattr(client, "_api_key", None))
         watch_logs()
         return cls(client, link=None, seconds=seconds, until=until).ready()
 

@@ -457,7 +457,7 @@ def test_nothing_runs_on(fake):
 
 def test_redacting():
     """Known keys in any form, and what looks like one."""
-    guard.hide(KEY)
+    guard.add_secret(KEY)
     for form in FORMS - {KEY[4:], KEY.encode().hex()}:
         assert not hits(guard.redact(f"a {form} b")), form
     assert guard.redact("x tml-abc_123.def-4 y") == "x *** y"

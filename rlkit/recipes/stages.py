@@ -14,9 +14,8 @@ from rlkit import backends, tracking
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.errors import ConfigError
-from rlkit.recipes import _models
-from rlkit.recipes._loop import evaluate, train
-from rlkit.recipes.job import Job, build_job
+from rlkit.recipes.job import Job, Policy, build_job, choose_critic
+from rlkit.recipes.loop import evaluate, train
 from rlkit.recipes.settings import Monitor, Settings, Teacher
 from rlkit.runs import Record, Retention, Run, checkpoints, records
 from rlkit.runs import sampler as saved_sampler
@@ -75,10 +74,10 @@ def run(settings: Settings, *, trackers: Sequence[Named] = ()) -> list[Outcome]:
     for (name, stage), job in zip(_stages(settings), check(settings), strict=True):
         if settings.stages:
             logger.info("stage %s: %s", name, stage.algorithm.algorithm_type)
-        start = _models.stage_path("init_from", stage.init_from, paths)
+        start = _find_stage("init_from", stage.init_from, paths)
         if start is None and outcomes:
             start = outcomes[-1].path
-        outcome = _bench(name, job, start) if job.mode == "bench" else _stage(name, job, start, paths, trackers)
+        outcome = _bench(name, job, start) if job.mode == "bench" else _train_stage(name, job, start, paths, trackers)
         outcomes.append(outcome)
         if outcome.path is not None:
             paths[name] = outcome.path
@@ -115,12 +114,14 @@ def _stages(settings: Settings) -> list[tuple[str, Settings]]:
 
 def _check_paths(where: str, settings: Settings, earlier: Mapping[str, str]) -> None:
     """Raise where a path names a stage that does not exist."""
-    _models.stage_path(f"{where}init_from", settings.init_from, earlier)
+    _find_stage(f"{where}init_from", settings.init_from, earlier)
     for i, each in enumerate(settings.explorer.auxiliary_models):
-        _models.stage_path(f"{where}explorer.auxiliary_models[{i}].path", each.path, earlier)
+        _find_stage(f"{where}explorer.auxiliary_models[{i}].path", each.path, earlier)
 
 
-def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], trackers: Sequence[Named]) -> Outcome:
+def _train_stage(
+    stage_name: str, job: Job, start: str | None, paths: Mapping[str, str], trackers: Sequence[Named]
+) -> Outcome:
     """Train, or explore."""
     folder = job.settings.folder
     there = records(folder, verify=False) if folder.exists() else []
@@ -133,7 +134,7 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
             what = f"already finished its {job.total} steps with different settings: {', '.join(changed)}"
             raise ConfigError(f"{folder} {what}; set another name= to run these")
         logger.info("%s already finished its %d steps", folder, job.total)
-        return Outcome(name, folder, _final(done[-1]))
+        return Outcome(stage_name, folder, _final(done[-1]))
     last = job.settings.trainer.max_checkpoints_to_keep
     retention = Retention(last=last) if last else Retention(last=1, every=1)
     with contextlib.ExitStack() as stack:
@@ -144,18 +145,20 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
         policy = run.connect(job.policy.backend, **job.policy.options, **begin)
         reference = teacher = critic = None
         if job.mode != "explore" and job.method.wants_reference:
-            reference = stack.enter_context(job.policy.reference(policy, start))
-        if job.critic is not None:
-            critic = run.critic(job.critic.name, tokenizer=policy.tokenizer, **job.critic.options)
-        if job.teacher is not None:
-            teacher = stack.enter_context(_open_teacher(job.teacher, job.policy, policy.tokenizer, paths))
+            base = {} if start is None else {**job.policy.of_sampler, "path": start}
+            frozen = backends.sampler(job.policy.backend, **base) if base else policy.base_sampler().result()
+            reference = stack.enter_context(frozen)
+        if "critic" in job.needs:
+            name, options = choose_critic(job.settings, job.policy)
+            critic = run.critic(name, tokenizer=policy.tokenizer, **options)
+        if "teacher" in job.needs:
+            section = job.settings.explorer.auxiliary_models[0]
+            teacher = stack.enter_context(_open_teacher(section, job.policy, policy.tokenizer, paths))
         train(job, run, policy, reference=reference, teacher=teacher, critic=critic)
-    return Outcome(name, folder, _final(records(folder, verify=False)[-1]))
+    return Outcome(stage_name, folder, _final(records(folder, verify=False)[-1]))
 
 
-def _open_teacher(
-    section: Teacher, policy: _models.PolicyOptions, tokenizer: Tokenizer, stages: Mapping[str, str]
-) -> Sampler:
+def _open_teacher(section: Teacher, policy: Policy, tokenizer: Tokenizer, stages: Mapping[str, str]) -> Sampler:
     """Open the teacher of a policy with this tokenizer; ``stages`` are earlier ones, for "stage:<name>".
 
     Raises:
@@ -163,7 +166,7 @@ def _open_teacher(
     """
     where, name = "explorer.auxiliary_models[0]", section.backend or policy.backend
     shared = policy.of_sampler if name == policy.backend else {}
-    path = _models.stage_path(f"{where}.path", section.path, stages)
+    path = _find_stage(f"{where}.path", section.path, stages)
     model = {} if section.model_path is None else {"model": section.model_path}
     given = {**shared, **section.options, **model}
     teacher = backends.sampler(name, **given) if path is None else saved_sampler(path, **given)
@@ -173,6 +176,16 @@ def _open_teacher(
         text = "the teacher scores the policy's tokens, so both need the same tokenizer"
         raise ConfigError(where, problem, "the policy's tokenizer", text)
     return teacher
+
+
+def _find_stage(where: str, path: str | None, stages: Mapping[str, str]) -> str | None:
+    """Return a path; for "stage:<name>" that of an earlier stage. Raises ConfigError: no earlier stage has the name."""
+    if path is None or not path.startswith("stage:"):
+        return path
+    name = path.removeprefix("stage:")
+    if name not in stages:
+        raise ConfigError(where, f"is {path!r}", "an earlier stage: " + (", ".join(stages) or "none"))
+    return stages[name]
 
 
 def _final(record: Record) -> str | None:
@@ -193,7 +206,7 @@ def _bench(name: str, job: Job, start: str | None) -> Outcome:
             backends.connect(job.policy.backend, **job.policy.options, **more, seed=job.policy.seed) as policy,
             policy.sampler().result() as sampler,
         ):
-            scores = evaluate(job, sampler, job.chat.chat(policy.tokenizer))
+            scores = evaluate(job, sampler, job.chat(policy.tokenizer))
         tracker = tracking.Jsonl(folder / "bench")
         tracker.log(scores, step)
         tracker.close()

@@ -21,7 +21,7 @@ from rlkit.recipes._trinity_math import boxed_verdict, dapo_verdict
 from rlkit.registry import Registry
 from rlkit.rewards import overlong_penalty
 
-__all__ = ["bound", "read_answer", "rewards"]
+__all__ = ["bind_reward", "read_answer", "rewards"]
 
 rewards = Registry("reward function", entry_point_group="rlkit.rewards")
 """Name -> function ``(action, answer, **reward_fn_args)`` that returns a number."""
@@ -39,7 +39,9 @@ _OPERATORS: Mapping[type, Callable[..., float]] = {
 }
 
 
-def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args") -> Callable[[object, object], float]:
+def bind_reward(
+    name: str, args: Mapping[str, object], *, where: str = "reward_fn_args"
+) -> Callable[[object, object], float]:
     """Return the reward of that name with its settings bound.
 
     Raises:
@@ -56,12 +58,12 @@ def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args
     for key, parameter in settings.items():
         if parameter.default is parameter.empty and key not in args:
             raise ConfigError(f"{where}.{key}", "is not given", f"a setting that {name} needs")
-    score = functools.partial(_scored, function, dict(args))
+    score = functools.partial(_score_best, function, dict(args))
     score.__name__ = name  # type: ignore[attr-defined]  # the name in errors
     return score
 
 
-def _scored(function: Callable[..., float], args: Mapping[str, object], action: object, answer: object) -> float:
+def _score_best(function: Callable[..., float], args: Mapping[str, object], action: object, answer: object) -> float:
     """Return the reward; of several accepted answers, the highest."""
     accepted = answer if isinstance(answer, tuple) else (answer,)
     return max(float(function(action, each, **args)) for each in accepted)
@@ -89,10 +91,10 @@ def read_answer(reward: str, value: object, where: str) -> object:
     accepted = list(value) if is_list(value) else [value]
     if not accepted:
         raise DataError(where, "is an empty list", "at least one accepted answer")
-    return tuple(text for each in accepted for text in _texts(each, where))
+    return tuple(text for each in accepted for text in _accepted_texts(each, where))
 
 
-def _texts(value: object, where: str) -> list[str]:
+def _accepted_texts(value: object, where: str) -> list[str]:
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, str):
         return [read_text(value, where)]
@@ -101,16 +103,16 @@ def _texts(value: object, where: str) -> list[str]:
     if isinstance(value, float) and math.isfinite(value):
         return [str(value), *([str(int(value))] if value.is_integer() else [])]
     expected = "text, a number, or a list of accepted answers"
-    keys = [key for key, inner in _leaves(value) if isinstance(inner, (str, int, float))]
+    keys = [key for key, inner in _iterate_leaves(value) if isinstance(inner, (str, int, float))]
     named = " or ".join(f"{where.rpartition(' ')[2]}.{key}" for key in keys)
     raise DataError(where, f"got {_check.describe(value)}", expected, f"response_key={named} names it" if named else "")
 
 
-def _leaves(value: object) -> Iterator[tuple[str, object]]:
+def _iterate_leaves(value: object) -> Iterator[tuple[str, object]]:
     """Yield the dotted keys and the values of an object."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if isinstance(inner, Mapping):
-            yield from ((f"{key}.{rest}", leaf) for rest, leaf in _leaves(inner))
+            yield from ((f"{key}.{rest}", leaf) for rest, leaf in _iterate_leaves(inner))
         else:
             yield str(key), inner
 
@@ -126,7 +128,7 @@ def _answer_reward(action: str, answer: object) -> float:
     if answered is None:
         number = answers.last_number(action)
         answered = None if number is None else str(number)
-    return float(answered is not None and answers.math_equal(answered, _truth(answer)))
+    return float(answered is not None and answers.math_equal(answered, _read_truth(answer)))
 
 
 @rewards.register("accuracy_reward")
@@ -134,7 +136,7 @@ def _answer_reward(action: str, answer: object) -> float:
 def _boxed_reward(action: str, answer: object) -> float:
     """Return 1 where the answer in a box is equal to what is right."""
     answered = answers.boxed(action)
-    return float(answered is not None and answers.math_equal(answered, _truth(answer)))
+    return float(answered is not None and answers.math_equal(answered, _read_truth(answer)))
 
 
 @rewards.register("exact_match")
@@ -157,16 +159,16 @@ def _math_reward(action: str, answer: object, *, pattern: str = _R1) -> float:
     (1.1, 0.9)
     """
     tagged = re.search(r"<answer>(.*?)</answer>", action)
-    whole = tagged is not None and answers.math_equal(tagged[1], _truth(answer))
+    whole = tagged is not None and answers.math_equal(tagged[1], _read_truth(answer))
     right = whole or bool(_answer_reward(tagged[1] if tagged else action, answer))
-    return float(right) + _form(pattern, action)
+    return float(right) + _score_form(pattern, action)
 
 
 @rewards.register("format_reward")
 def _format_reward(action: str, answer: object, *, pattern: str = _STRICT) -> float:
     """Return 0.1 where the text is thinking and an answer, each between tags on their own lines, else -0.1."""
     del answer
-    return _form(pattern, action)
+    return _score_form(pattern, action)
 
 
 @rewards.register("math_boxed_reward")
@@ -248,35 +250,35 @@ def _countdown_reward(action: str, answer: object) -> float:
         return 0.0
     said = tagged[-1].strip()
     used = sorted(int(digits) for digits in re.findall(r"\d+", said[:1000]))
-    value = _value(said) if used == sorted(task["numbers"]) else None
+    value = _compute(said) if used == sorted(task["numbers"]) else None
     return 1.0 if value is not None and abs(value - task["target"]) < 1e-5 else 0.1
 
 
-def _value(text: str) -> float | None:
+def _compute(text: str) -> float | None:
     """Return the value of a formula of numbers, + - * / and brackets; None for another text."""
     if len(text) > 1000:
         return None
     try:
-        return _evaluated(ast.parse(text.strip(), mode="eval").body)
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
-def _evaluated(node: ast.expr) -> float:
+def _evaluate(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return float(node.value)  # type: ignore[arg-type]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluated(node.operand))
+        return _OPERATORS[type(node.op)](_evaluate(node.operand))
     raise ValueError("not a formula")
 
 
-def _form(pattern: str, text: str) -> float:
+def _score_form(pattern: str, text: str) -> float:
     return _FORMAT if re.search(pattern, text, re.DOTALL | re.MULTILINE) else -_FORMAT
 
 
-def _truth(answer: object) -> str:
+def _read_truth(answer: object) -> str:
     """Return the right answer: after ``####`` if present, as in GSM8K; else the box, or the whole text."""
     text = str(answer)
     if "####" in text:
