@@ -349,7 +349,7 @@ def write_json(path: Path, content: object) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    text = json.dumps(_as_plain(content), indent=1, allow_nan=False)
+    text = json.dumps(as_plain(content), indent=1, allow_nan=False)
     with as_checkpoint_error(f"could not write {path}"), replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
 
@@ -379,7 +379,7 @@ def find_changes(folder: Path, config: object) -> list[str]:
     except (OSError, *_DAMAGE) as error:  # no run resumes from it
         warn(f"{path} is damaged, so rlkit cannot tell whether the config has changed: {error}", RuntimeWarning)
         return []
-    return [] if before is None else list(_differences(before, _as_plain(config)))
+    return [] if before is None else list(_differences(before, as_plain(config)))
 
 
 def _differences(before: object, now: object, where: str = "") -> Iterator[str]:
@@ -397,7 +397,7 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
-def _as_plain(value: object) -> object:
+def as_plain(value: object) -> object:
     """Return plain JSON without what looks like a key."""
     return plain(mask(_unpack(value)))
 

@@ -235,7 +235,8 @@ class Run:
         for role, model in {**self._models, **further}.items():
             asked = self._connected.get(role, {"backend": type(model).__name__})
             backend, options = asked["backend"], {key: x for key, x in asked.items() if key != "backend"}
-            models[role] = {"backend": backend, "options": options, **getattr(model, "_facts", dict)()}
+            facts = {"backend": backend, "options": options, **getattr(model, "_facts", dict)()}
+            models[role] = checkpoints.as_plain(facts)
         if models != self._facts["models"]:
             self._facts["models"] = models
             checkpoints.write_json(self.folder / "run.json", self._facts)
@@ -548,7 +549,7 @@ class _StopRequest:
         count = 0
         with reader:
             while number := reader.recv(1):
-                if self._wakeup >= 0:  # an event loop waits for signals, too
+                with contextlib.suppress(OSError):  # an event loop waits for signals, too, or nothing does
                     os.write(self._wakeup, number)
                 if number[0] not in (signal.SIGINT, signal.SIGTERM):
                     continue

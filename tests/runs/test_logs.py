@@ -16,7 +16,6 @@ from rlkit import Sample
 from rlkit.envs import function
 from rlkit.rollouts import rollout_sync
 from rlkit.runs import Run
-from rlkit.tracking import Jsonl, read_metrics
 from rlkit.trajectory import Group, Trajectory, Turn
 
 GROUP = Group([Trajectory([Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)])])
@@ -143,52 +142,24 @@ def test_going_back_to_an_older_checkpoint(tmp_path):
     assert steps_of(tmp_path) == {name: [0, 1, 2] for name in LOGS}
 
 
-class TestRewinding:
-    """``Jsonl.rewind`` without a place to begin at: all is read, as little as possible written."""
+def test_a_tracker_of_ones_own_needs_no_place(tmp_path):
+    """One that knows steps alone is told the step."""
 
-    def test_lines_in_any_order(self, tmp_path):
-        tracker = Jsonl(tmp_path)
-        for step in (0, 3, 1, 2, 5, 1):
-            tracker.log({"a": float(step)}, step)
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write('\n{"torn')
-        assert tracker.rewind(2) == 3
-        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 1]
-        assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    class Own:
+        told = None
 
-    def test_a_line_without_its_end_stays_a_line(self, tmp_path):
-        tracker = Jsonl(tmp_path)
-        tracker.log({"a": 0.0}, 0)
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(path.read_bytes()[:-1])
-        assert tracker.rewind(1) == 0
-        tracker.log({"a": 1.0}, 1)
-        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
+        def log(self, metrics, step): ...
+        def log_trajectories(self, groups, step): ...
+        def close(self): ...
+        def rewind(self, step):
+            self.told = step
 
-    @pytest.mark.parametrize("at", [{"metrics.jsonl": -1}, {"metrics.jsonl": "3"}, {"metrics.jsonl": 1.5}])
-    def test_places_that_are_none(self, tmp_path, at):
-        with pytest.raises(rlkit.CheckpointError, match=r"rewind\(at\)"):
-            Jsonl(tmp_path).rewind(0, at=at)
-
-    def test_a_tracker_of_ones_own_needs_no_place(self, tmp_path):
-        """One that knows steps alone is told the step."""
-
-        class Own:
-            told = None
-
-            def log(self, metrics, step): ...
-            def log_trajectories(self, groups, step): ...
-            def close(self): ...
-            def rewind(self, step):
-                self.told = step
-
-        for expected in (0, 2):
-            own = Own()
-            with Run(tmp_path, trackers=[own]) as run:
-                assert own.told == expected
-                for _ in run.steps(2):
-                    run.checkpoint(run.connect("toy"))
+    for expected in (0, 2):
+        own = Own()
+        with Run(tmp_path, trackers=[own]) as run:
+            assert own.told == expected
+            for _ in run.steps(2):
+                run.checkpoint(run.connect("toy"))
 
 
 class TestSeed:
