@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 import warnings
+import zlib
 from pathlib import Path
 
 import attrs
@@ -155,6 +156,20 @@ class TestKeeping:
             run.checkpoint()
         with Run(tmp_path, trackers=()) as run:
             assert run.keep("old", {}) == {"a": 1}
+
+    def test_what_a_seed_gives_is_data(self, tmp_path):
+        """Names and their order in seeds never change, or no run could be repeated."""
+
+        def stream(name):
+            return np.random.SeedSequence(5, spawn_key=(zlib.crc32(name),))
+
+        with Run(tmp_path, seed=5, trackers=()) as run:
+            assert run.rng("mine").normal() == np.random.default_rng(stream(b"mine")).normal()
+            for role in ("policy", "other"):
+                expected = stream(f"connect/{role}".encode()).generate_state(1, np.uint32)[0]
+                assert run.connect("toy", role=role)._seeds.entropy == expected
+            assert run.batch(range(7), 3) == [5, 2, 0]
+            assert run.batch(range(7), 3, name="other") == [2, 5, 1]
 
     def test_batches_cover_the_data(self, tmp_path):
         with Run(tmp_path, seed=3, trackers=()) as run:
@@ -330,6 +345,21 @@ class TestDamage:
         with run:
             assert run.step == 3
             assert run.connect("toy").version == 3
+
+    def test_a_checkpoint_that_is_removed_while_it_is_read(self, tmp_path, monkeypatch):
+        """The newer one is found, and nothing is said."""
+        some_steps(tmp_path, 1, retention=Retention(last=1))
+        real = rlkit.runs.checkpoints.read
+
+        def read(path):
+            monkeypatch.undo()
+            some_steps(tmp_path, 2, retention=Retention(last=1))
+            return real(path)
+
+        monkeypatch.setattr(rlkit.runs.checkpoints, "read", read)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [record.step for record in records(tmp_path)] == [2]
 
     def test_what_was_cut_off_is_tidied(self, tmp_path):
         some_steps(tmp_path, 2)
