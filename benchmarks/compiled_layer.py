@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import metrics
 
-from rlkit._selfcheck.speed import Launches
 from rlkit.backends.local.model.llama import Layer, _Adding
 from rlkit.backends.local.products.lora_linear import LoraLinear
+from tests.backends.local.meta import Launches
 
 WIDTH, INNER, HEADS, KEY_HEADS, HEAD, RANK, SCALE = 512, 1536, 8, 4, 64, 8, 0.5
 PRODUCTS = [([HEADS * HEAD, KEY_HEADS * HEAD, KEY_HEADS * HEAD], WIDTH), ([WIDTH], HEADS * HEAD)]

@@ -341,7 +341,7 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace, where: Path) -> None:
-    for name in ("rlkit.backends.toy", "rlkit.losses", "rlkit.losses.prepare", "rlkit.tracking._console"):
+    for name in ("rlkit.backends.toy", "rlkit.losses", "rlkit.losses.prepare", "rlkit.tracking.console"):
         importlib.import_module(name)
     if args.backend == "local":
         sys.path.insert(0, str(Path(__file__).parents[1]))

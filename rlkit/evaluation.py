@@ -1,9 +1,10 @@
-"""Evaluation of a policy on held-out tasks, with confidence intervals."""
+"""Score a policy on held-out tasks, with confidence intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
@@ -30,12 +31,12 @@ class Score:
     """The result on one environment.
 
     Attributes:
-        mean: of the rewards: each task's mean, averaged over tasks.
+        mean: the mean reward of each task, averaged over tasks.
         low, high: ends of the confidence interval of the mean.
-        success: the share of episodes with a reward of at least the threshold, averaged alike.
+        success: the share of each task's episodes that reach the threshold, averaged over tasks; in [0, 1].
         pass_at_k: k -> the estimated chance of at least one success among k episodes, averaged over tasks.
         tasks, episodes: how many were scored.
-        failed: episodes that could not be completed; they are not scored.
+        failed: how many episodes could not be completed; they are not scored.
     """
 
     mean: float
@@ -53,8 +54,8 @@ class Evaluation:
     """The result of ``evaluate``.
 
     Attributes:
-        scores: environment's name -> its ``Score``.
-        rollouts: the groups themselves, to look at or to store.
+        scores: environment -> its ``Score``.
+        rollouts: the groups, to inspect or to store.
     """
 
     scores: Mapping[str, Score] = attrs.field(converter=_read_only)
@@ -67,7 +68,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Names "eval/<environment>/<what>": mean, low, high, success, pass@k, episodes, failed; and "eval/mean"."""
+        """The scores as "eval/<environment>/<field>", with "pass@<k>", and the mean as "eval/mean"."""
         numbers = {"eval/mean": self.mean}
         for name, score in self.scores.items():
             for field in ("mean", "low", "high", "success", "episodes", "failed"):
@@ -93,43 +94,43 @@ async def evaluate(
 
     Args:
         sampler: the policy.
-        tasks: held-out ones, such as those of another split; as for ``rollout``, but not endless.
-        n: episodes per task, >= 1; overrides a task's own setting.
-        k: a number or several, each in [1, n]: at how many tries to estimate the chance of a success.
-        greedy: temperature 0, which overrides a task's own setting; then n is 1.
+        tasks: held-out tasks, as for ``rollout``; their number must be finite.
+        n: episodes per task, >= 1; overrides the setting of a task.
+        k: one or several numbers of tries in [1, n], for which to estimate the chance of a success.
+        greedy: sample at temperature 0, which overrides the setting of a task; n must be 1.
         success: the smallest reward of a successful episode.
-        level: of the confidence interval, in (0, 1).
-        step, plan, options: as for ``rollout``. The same seed and step give the same episodes, so evaluations of two
-            policies can be compared task by task.
+        level: the level of the confidence interval, in (0, 1).
+        step, plan, options: as for ``rollout``. The same seed and step give the same episodes, so you can compare
+            two policies task by task.
 
     Returns:
-        Scores with intervals: Wilson's where there is one episode per task and every reward is 0 or 1, else the
-        percentile bootstrap over tasks (10 000 draws, from the plan's seed), because episodes of one task are not
-        independent.
+        Scores with intervals: Wilson's if each task has one episode and every reward is 0 or 1, else the percentile
+        bootstrap over tasks (10 000 draws, seeded by the plan), because episodes of one task are not independent.
 
     Raises:
         DataError, ConfigError, BackendError: as for ``rollout``.
     """
     n = _check.integer("n", n, low=1)
-    ks = _tries(k, n)
+    numbers = k if isinstance(k, (list, tuple, range)) else [k]
+    tries = [_check.integer("k", each, low=1, high=n, why="at most n episodes of a task") for each in numbers]
     if _check.flag("greedy", greedy) and n > 1:
         raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are identical")
     _check.real("success", success)
     _check.real("level", level, above=0.0, below=1.0)
     plan = planned(plan, options, evaluate).with_options(n=n, min_n=1)
-    over: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
-    held = [attrs.evolve(task, settings=attrs.evolve(task.settings, **over)) for task in listed(tasks)]
-    groups = await rollout(sampler, held, step=step, plan=plan)
+    changes: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
+    tasks = [attrs.evolve(task, settings=attrs.evolve(task.settings, **changes)) for task in listed(tasks)]
+    groups = await rollout(sampler, tasks, step=step, plan=plan)
     scores = {}
-    for name in dict.fromkeys(task.name for task in held):
+    for name in dict.fromkeys(task.name for task in tasks):
         rewards = [group.rewards for group in groups if group.env == name]
         failed = int(groups.metrics.get(f"env/{name}/failed", 0))
-        scores[name] = score(rewards, k=ks, success=success, level=level, seed=plan.seed, failed=failed)
+        scores[name] = score(rewards, k=tries, success=success, level=level, seed=plan.seed, failed=failed)
     return Evaluation(scores, groups)
 
 
 def evaluate_sync(sampler: Sampler, tasks: object, **options: Any) -> Evaluation:
-    """Do as ``evaluate``, for code that does not ``await``; it works inside of a running event loop too."""
+    """Call ``evaluate`` from code that does not ``await``, also inside a running event loop."""
     return run_in_thread(evaluate(sampler, tasks, **options))
 
 
@@ -145,18 +146,17 @@ def score(
     """Return the score of one environment.
 
     Args:
-        rewards: one array per task, of its episodes' rewards; NaN for unscored, which do not count.
-        k, success, level: as for ``evaluate``. Tasks with fewer than k episodes do not count for k.
-        seed: of the bootstrap.
-        failed: for the record.
+        rewards: for each task the rewards of its episodes; NaN marks an unscored episode, which does not count.
+        k, success, level: as for ``evaluate``. Tasks with fewer than k scored episodes do not count for k.
+        seed: seed of the bootstrap.
+        failed: how many more episodes failed; only copied into the result.
 
     >>> found = score([[1.0, 0.0], [1.0, 1.0]], k=[1, 2])
     >>> found.mean, dict(found.pass_at_k)
     (0.75, {1: 0.75, 2: 1.0})
     """
     rows = [_check.as_array(f"rewards[{i}]", row, "numbers").astype(np.float64) for i, row in enumerate(rewards)]
-    rows = [row[~np.isnan(row)] for row in rows]
-    rows = [row for row in rows if row.size]
+    rows = [scored for row in rows if (scored := row[~np.isnan(row)]).size]
     if not rows:
         return Score(math.nan, math.nan, math.nan, math.nan, dict.fromkeys(k, math.nan), 0, 0, failed)
     means = np.array([row.mean() for row in rows])
@@ -164,8 +164,7 @@ def score(
     right = [(row.size, int((row >= success).sum())) for row in rows]
     tries = {}
     for number in k:
-        enough = [(size, count) for size, count in right if size >= number]
-        estimates = [pass_at_k(size, count, number) for size, count in enough]
+        estimates = [pass_at_k(size, count, number) for size, count in right if size >= number]
         tries[number] = float(np.mean(estimates)) if estimates else math.nan
     share = float(np.mean([count / size for size, count in right]))
     return Score(float(means.mean()), low, high, share, tries, len(rows), sum(size for size, _ in right), failed)
@@ -175,12 +174,12 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
     """Return the confidence interval of the mean over tasks.
 
     Args:
-        rows: one float array per task, each with at least one reward.
-        level: in (0, 1).
-        seed: of the bootstrap.
+        rows: for each task a float array of at least one reward.
+        level: the level of the interval, in (0, 1).
+        seed: seed of the bootstrap.
 
     Returns:
-        Wilson's interval where each task has one reward and all are 0 or 1; else the percentile bootstrap over tasks.
+        Wilson's interval if each task has one reward and all are 0 or 1, else the percentile bootstrap over tasks.
 
     >>> interval([np.array([1.0])] * 8 + [np.array([0.0])] * 2)  # 8 of 10
     (0.4901..., 0.9433...)
@@ -188,8 +187,7 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
     Source: E. B. Wilson, JASA 22 (1927), 209-212; B. Efron, Annals of Statistics 7 (1979), 1-26.
     """
     means = np.array([row.mean() for row in rows])
-    single = all(row.size == 1 for row in rows)
-    if single and np.isin(means, (0.0, 1.0)).all():
+    if all(row.size == 1 for row in rows) and np.isin(means, (0.0, 1.0)).all():
         return _wilson(int(means.sum()), means.size, level)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(means.size,)))
     draws = np.concatenate([means[rng.integers(0, means.size, (100, means.size))].mean(1) for _ in range(100)])
@@ -198,15 +196,8 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
 
 
 def _wilson(right: int, count: int, level: float) -> tuple[float, float]:
-    from statistics import NormalDist
-
     z = NormalDist().inv_cdf((1 + level) / 2)
     share, scale = right / count, 1 + z * z / count
     centre = (share + z * z / (2 * count)) / scale
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / scale
     return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))  # the ends 0 and 1 are exact
-
-
-def _tries(k: int | Sequence[int], n: int) -> list[int]:
-    ks = list(k) if isinstance(k, (list, tuple, range)) else [k]
-    return [_check.integer("k", each, low=1, high=n, why="at most n episodes of a task") for each in ks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check, _files
-from rlkit._files import plain, synced
 from rlkit._runtime import warn
-from rlkit.errors import CheckpointError, ConfigError, DataError
+from rlkit.errors import DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
 from rlkit.types import SAMPLING_OPTIONS, Sample
@@ -23,10 +22,11 @@ from rlkit.types import SAMPLING_OPTIONS, Sample
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
 FORMAT = "rlkit.group"
+VERSION = 4
+_OF_GROUP = ("env", "step", "number", "index")
 _DRAWN = ("stop_reason", "version", *SAMPLING_OPTIONS)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-VERSION = 4
 
 
 class TornLine(UserWarning):
@@ -47,14 +47,12 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
         DataError: an object that is not a group; nothing was written.
         CheckpointError: the file cannot be written; earlier lines stay as they were.
     """
-    records = [to_record(group) for group in checked_groups(groups)]
+    lines = [to_line(to_record(group)) for group in checked_groups(groups)]
     where = _path(path)
-    try:
-        _files.append(where, map(_text, records), mode=0o666)
-        synced(where)
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be written: {error}") from error
-    return len(records)
+    with _files.as_checkpoint_error(where, "written"):
+        _files.append(where, lines, mode=0o666)
+        _files.sync(where)
+    return len(lines)
 
 
 def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
@@ -74,25 +72,22 @@ def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
 
 
 def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
-    try:
-        with where.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line, parse_constant=_no_constant)
-                except (ValueError, RecursionError) as error:
-                    text = f"{where}:{number}: the line is incomplete and was skipped"
-                    if strict:
-                        raise DataError(text) from error
-                    warn(TornLine(text))
-                    continue
-                yield from_record(record, where=f"{where}:{number}")
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from error
+    with _files.as_checkpoint_error(where, "read"), where.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                text = f"{where}:{number}: the line is incomplete and was skipped"
+                if strict:
+                    raise DataError(text) from error
+                warn(TornLine(text))
+                continue
+            yield from_record(record, where=f"{where}:{number}")
 
 
-def to_record(group: Group) -> dict[str, object]:
+def to_record(group: Group) -> dict[str, Any]:
     """Return a group's line: plain JSON, NaN as null, and each prompt as what it adds to the turn before.
 
     >>> from rlkit import Sample
@@ -104,37 +99,36 @@ def to_record(group: Group) -> dict[str, object]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "env": group.env,
-        "step": group.step,
-        "number": group.number,
-        "index": group.index,
+        **{name: getattr(group, name) for name in _OF_GROUP},
         "rewards": [_number(reward) for reward in group.rewards.tolist()],
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
         "failures": [attrs.asdict(failure) for failure in group.failures],
     }
 
 
+def to_line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON; other values, which tags and messages may hold, become text."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):
+        return json.dumps(_files.plain(record), ensure_ascii=False, allow_nan=False)
+
+
 def from_record(record: object, *, where: str = "record") -> Group:
-    """Return the group of a line.
+    """Return the group of a line; keys that others add to it, such as a tracker's advantages, are ignored.
 
     Raises:
         DataError: naming the place, where the record is not a group's, or of another version.
     """
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise DataError(where, "does not have this format", f"{FORMAT!r}")
-    version = record.get("version")
-    if version != VERSION:
-        what, why = f"has the version {version!r}", "read it with the rlkit that wrote it"
-        raise DataError(where, what, f"{VERSION}", why)
+    if record.get("version") != VERSION:
+        what = f"has the version {record.get('version')!r}"
+        raise DataError(where, what, f"{VERSION}", "read it with the rlkit that wrote it")
     try:
-        return Group(
-            [_read_trajectory(each) for each in record["trajectories"]],
-            failures=[Failure(**each) for each in record["failures"]],
-            env=record["env"],
-            index=record["index"],
-            number=record["number"],
-            step=record["step"],
-        )
+        trajectories = [_read_trajectory(each) for each in record["trajectories"]]
+        failures = [Failure(**each) for each in record["failures"]]
+        return Group(trajectories, failures=failures, **{name: record[name] for name in _OF_GROUP})
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -157,7 +151,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
                 "versions": None if sample.versions is None else sample.versions.tolist(),
                 "prompt": {"kept": kept, "added": turn.prompt[kept:].tolist()},
                 "tokens": turn.tokens.tolist(),
-                "logprobs": [float(x) for x in turn.logprobs],  # float32 is exact in float64, and that in JSON
+                "logprobs": turn.logprobs.tolist(),  # float32 is exact in float64, and that in JSON
             }
         )
         before = np.concatenate([turn.prompt, turn.tokens])
@@ -178,7 +172,7 @@ def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
         kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
         drawn = {name: each[name] for name in (*_DRAWN, "versions")}
-        sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
+        sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], each["logprobs"], **drawn)
         several = None if each["rewards"] is None else [_reward(x) for x in each["rewards"]]
         turns.append(Turn(sample, _reward(each["reward"]), each["metrics"], rewards=several, weight=each["weight"]))
         before = np.concatenate([sample.prompt, sample.tokens])
@@ -192,31 +186,18 @@ def _common(one: np.ndarray, two: np.ndarray) -> int:
     return int(different[0]) if different.size else size
 
 
-def _floats(values: Sequence[float]) -> np.ndarray:
-    return np.asarray(values, dtype=np.float64).astype(np.float32)
-
-
 def _reward(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    """Return the record as JSON; other values, which tags and messages may hold, become text."""
-    try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
-    except (ValueError, TypeError):
-        return json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
 
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _no_constant(name: str) -> object:
+def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _path(path: object) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError("path", f"got {_check.describe(path)}", "a path")
+def _path(path: str | Path) -> Path:
+    _check.require(isinstance(path, (str, os.PathLike)) and str(path), "path", path, "a path")
     return Path(path)

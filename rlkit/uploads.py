@@ -21,7 +21,7 @@ import attrs
 from rlkit import _check
 from rlkit._runtime import Resource
 from rlkit.errors import ConfigError
-from rlkit.tracking.several import QueuedDelivery
+from rlkit.tracking import BackgroundCalls
 from rlkit.trajectory import Group, Trajectory
 from rlkit.trajectory.types import checked_groups
 
@@ -76,7 +76,7 @@ class OpenRewardUpload(Resource):
         attempts = _check.integer("attempts", attempts, low=1)
         timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
         client = _Client(_requests(url.rstrip("/") + "/v1/rollouts", api_key), timeout, attempts)
-        self._delivery = QueuedDelivery(client, type(self).__name__, _check.integer("capacity", capacity, low=1))
+        self._delivery = BackgroundCalls(client, type(self).__name__, _check.integer("capacity", capacity, low=1))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -93,7 +93,7 @@ class OpenRewardUpload(Resource):
         """
         for group in checked_groups(groups):
             for trajectory in group.trajectories:
-                self._delivery.do(functools.partial(_Client.send, run=self.run, group=group, trajectory=trajectory))
+                self._delivery.submit(functools.partial(_Client.send, run=self.run, group=group, trajectory=trajectory))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Do nothing: numbers are not uploaded."""

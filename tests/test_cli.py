@@ -5,88 +5,87 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import rlkit
 from rlkit import cli
+from tests.each import for_each
 
 
-def test_version_and_help(capsys):
-    """Every command is listed with one line of help, and has its own."""
-    for arguments, expected in (
-        (["--version"], rlkit.__version__),
-        (["--help"], "serve"),
-        (["serve", "--help"], "--port"),
+def test_version_and_help(monkeypatch, capsys):
+    """Each command is listed with one line of help, and has its own help; ``python -m rlkit`` is the same program."""
+    for words, status, expected in (
+        (["--version"], 0, f"rlkit {rlkit.__version__}\n"),
+        (["--help"], 0, "    serve        Serve a model of this machine"),
+        (["serve", "--help"], 0, "--port"),
+        (["train", "--keys"], 0, "algorithm.optimizer.lr "),
+        ([], 2, "    train        Train a policy from a configuration file"),
+        (["nothing"], 2, "invalid choice: 'nothing'"),
+        (["doctor", "--nothing"], 2, "rlkit doctor: error: unrecognized arguments: --nothing"),
+        (["eval", "run"], 2, "the following arguments are required: TASKS"),
+        (["serve", "--port", "many"], 2, "usage: rlkit serve"),
     ):
+        monkeypatch.setattr(sys, "argv", ["rlkit", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == 0
-        assert expected in capsys.readouterr().out
+            runpy.run_module("rlkit", run_name="__main__")
+        assert ended.value.code == status, words
+        assert expected in capsys.readouterr()[1 if status else 0]
 
 
-def test_the_package_is_the_command(monkeypatch, capsys):
-    """``python -m rlkit``."""
-    monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("rlkit", run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"rlkit {rlkit.__version__}\n"
+def test_words_may_follow_options():
+    """Where a command takes a list of words."""
+    _, options = cli._parse(["train", "a.yaml", "x=1", "--check", "y=2"])
+    assert (options.config, options.overrides, options.check) == ("a.yaml", ["x=1", "y=2"], True)
+    _, options = cli._parse(["eval", "--greedy", "run", "--set", "a=1", "one", "--size", "3", "two"])
+    assert (options.policy, options.tasks, options.set, options.size) == ("run", ["one", "two"], ["a=1"], 3)
 
 
-def test_keys_of_training(capsys):
-    """Every key that a configuration may have, generated from the classes."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--keys"])
-    assert ended.value.code == 0
-    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "float = 1e-06" in told["algorithm.optimizer.lr"]
-    assert "seed" in told
-
-
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["serve", "--nothing"], ["serve", "--port", "many"]])
-def test_wrong_command_lines(arguments, capsys):
-    """Status 2 and a message on standard error."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
-    assert "usage: rlkit" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@for_each(
+    ("words", "message"),
     [
-        (["--backend", "nothing"], "nothing"),
-        (["--backend", "toy", "--host", "0.0.0.0"], "RLKIT_SERVER_KEY"),  # noqa: S104  # it is refused
-        (["--backend", "toy", "--port", "70000"], "serve(port)"),
-        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["serve", "--backend", "nothing"], "nothing"),
+        (["serve", "--backend", "toy", "--host", "0.0.0.0"], "RLKIT_SERVER_KEY"),  # noqa: S104  # it is refused
+        (["serve", "--backend", "toy", "--port", "70000"], "serve(port)"),
+        (["serve", "--model", "/no/such/folder"], "/no/such/folder"),
+        (["train", "missing.yaml"], "missing.yaml: no such file"),
+        (["train", "a.b=1"], "a.b=1: no such file; write the overrides after the file"),
+        (["checkpoints", "nothing"], "nothing is not a run"),
+        (["report", "nothing"], "nothing"),
+        (["doctor", "--device", "tpu9"], "device: got 'tpu9'"),
     ],
 )
-def test_errors_are_one_line(arguments, message, capsys):
-    """An error of rlkit's is one line and status 2."""
-    if "--model" in arguments:
-        pytest.importorskip("peft")
-    assert cli.main(["serve", *arguments]) == 2
+def test_errors_are_one_line(capsys, words, message):
+    """An error of rlkit's is one line and status 2, without a traceback."""
+    pytest.importorskip("peft")
+    assert cli.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("rlkit serve: ")
+    assert error.startswith(f"rlkit {words[0]}: ")
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_errors_of_other_libraries_are_one_line_too(monkeypatch, capsys):
-    """Whatever an error's message took over from where it is from."""
-    from rlkit._commands import doctor
+def test_messages_of_other_libraries(monkeypatch, capsys):
+    """Errors and warnings are one line each; Ctrl-C is status 130; warnings look as before afterwards."""
+    before, endings = warnings.formatwarning, [KeyboardInterrupt("stopped before step 3"), KeyboardInterrupt()]
+    endings.append(rlkit.ConfigError("model: cannot be loaded: no network\n  see the manual\n"))
+    shown = []
 
-    def failed(_):
-        raise rlkit.ConfigError("model: cannot be loaded: no network\n  see the manual\n")
+    def run(options):
+        shown.append(warnings.formatwarning("a checkpoint is damaged", RuntimeWarning, "run.py", 91))
+        raise endings[len(shown) - 1]
 
-    monkeypatch.setattr(doctor, "run", failed)
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == "rlkit doctor: model: cannot be loaded: no network see the manual\n"
+    monkeypatch.setitem(cli._COMMANDS, "doctor", (run, cli._add_doctor))
+    assert [cli.main(["doctor"]) for _ in range(3)] == [130, 130, 2]
+    errors = "rlkit doctor: stopped before step 3\nrlkit doctor: model: cannot be loaded: no network see the manual\n"
+    assert capsys.readouterr().err == errors
+    assert shown == ["rlkit: a checkpoint is damaged\n"] * 3
+    assert warnings.formatwarning is before
 
 
 def test_a_bad_key_is_refused(monkeypatch, capsys):
-    """What is in the variable has to be a key; the message does not show it."""
+    """The message does not show it."""
     monkeypatch.setenv("RLKIT_SERVER_KEY", "hunter2")
     assert cli.main(["serve", "--backend", "toy", "--port", "0"]) == 2
     error = capsys.readouterr().err
@@ -94,89 +93,19 @@ def test_a_bad_key_is_refused(monkeypatch, capsys):
     assert "hunter2" not in error
 
 
-def test_the_command_line_is_light():
-    """Reading it imports nothing heavy."""
-    code = (
-        "import rlkit.cli, sys; rlkit.cli._parser(); sys.exit(bool({'torch', 'tinker', 'pytest'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0
-
-
-def test_warnings_are_one_line(monkeypatch, capsys):
-    """Without where in rlkit they were raised; afterwards they look as before."""
-    import warnings
-
-    from rlkit._commands import doctor
-
-    shown = []
-
-    def warned(_):
-        shown.append(warnings.formatwarning("a checkpoint is damaged", RuntimeWarning, "run.py", 91))
-        return 0
-
-    before = warnings.formatwarning
-    monkeypatch.setattr(doctor, "run", warned)
-    assert cli.main(["doctor"]) == 0
-    assert shown == ["rlkit: a checkpoint is damaged\n"]
-    assert warnings.formatwarning is before
-
-
-def test_words_that_no_command_knows(capsys):
-    """Behind an option, too."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", "--nothing"])
-    assert caught.value.code == 2
-    assert "doctor: unrecognized arguments: --nothing" in capsys.readouterr().err
-
-
-def test_without_a_command(capsys):
-    """The whole help, with every command, and status 2."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert all(f"    {name}" in told for name in cli.COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "missing.yaml"], "missing.yaml: no such file"),
-        (["train", "a.b=1"], "a.b=1: no such file; write the overrides after the file"),
-        (["eval", "nothing", "chain_sum"], "POLICY: nothing: no such folder"),
-        (["eval", "./runs/first", "chain_sum"], "POLICY: ./runs/first: no such folder"),
-        (
-            ["eval", "smollm2-135m-instruct", "questions.jsonl"],
-            "TASKS: is 'questions.jsonl'; expected a file that exists",
-        ),
-        (
-            ["eval", "smollm2-135m-instruct", "chain_sum", "--tokenizer", "x"],
-            "--tokenizer: is given; expected the option only with a URL",
-        ),
-        (["checkpoints", "nothing"], "nothing is not a run"),
-        (["report", "nothing"], "nothing"),
-    ],
-)
-def test_paths_are_looked_at_before_anything_heavy_is_imported(arguments, words, tmp_path):
-    """A path that is missing is answered without torch, transformers or omegaconf having been imported."""
-    program = f"""
-import sys
+def test_the_command_line_is_light(tmp_path):
+    """Help, and errors of paths, come without torch, transformers or omegaconf, and leave no file."""
+    program = """
+import contextlib, sys
 from rlkit import cli
-status = cli.main({arguments!r})
-assert not {{"torch", "transformers", "omegaconf"}} & sys.modules.keys()
-sys.exit(status)
+for words in sys.argv[1:]:
+    with contextlib.suppress(SystemExit):
+        cli.main(words.split())
+print(*{"torch", "transformers", "omegaconf", "tinker", "pytest"} & sys.modules.keys())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
+    words = ["--help", "eval --help", "train missing.yaml", "checkpoints nothing", "report nothing", "doctor --nothing"]
+    command = [sys.executable, "-W", "error", "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.splitlines()[-1:] == [""], done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_checkpoints_of_a_folder_above_runs(tmp_path, monkeypatch, capsys):
-    """A folder that has a folder named checkpoints is no run for that: nothing is written or removed there."""
-    (tmp_path / "checkpoints" / "rlkit").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["checkpoints", ".", "--keep", "1"]) == 2
-    assert "is not a run: it has no run.json" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

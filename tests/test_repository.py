@@ -355,7 +355,7 @@ def test_a_change_touches_the_tests_that_reach_it():
         ".ci/run": "tests/test_repository.py",
     }.items():
         assert test in affected.find_affected([changed]), changed
-    assert "tests/backends/local/test_model.py" not in affected.find_affected(["rlkit/tracking/_console.py"])
+    assert "tests/backends/local/test_model.py" not in affected.find_affected(["rlkit/tracking/console.py"])
 
 
 def test_paths_that_programs_and_pages_name_exist():

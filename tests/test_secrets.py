@@ -17,7 +17,7 @@ from rlkit.report import write
 from rlkit.report.episodes import unpacked
 from rlkit.runs import Run
 from rlkit.storage import read
-from rlkit.tracking import Jsonl, Several, mask
+from rlkit.tracking import Jsonl, MultiTracker, mask
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -204,13 +204,13 @@ def test_canary(monkeypatch, tmp_path, caplog):
     turn = Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)
     trajectory = Trajectory([turn], tags={"note": CANARY, "api_key": "hush-hush-hush"}, messages=messages)
     poisoned = Group([trajectory], failures=[Failure("env", "ValueError", f"refused {CANARY}")])
-    with caplog.at_level(logging.DEBUG), Several([Jsonl(tmp_path), Talkative()]) as several:
-        several.log({f"env/{CANARY}/reward": 1.0, "bad": CANARY}, 0)
-        several.log_trajectories([poisoned], 0)
+    with caplog.at_level(logging.DEBUG), MultiTracker([Jsonl(tmp_path), Talkative()]) as trackers:
+        trackers.log({f"env/{CANARY}/reward": 1.0, "bad": CANARY}, 0)
+        trackers.log_trajectories([poisoned], 0)
     (tmp_path / "config.json").write_text(json.dumps({"token": "hush-hush-hush", "url": f"x?{CANARY}"}))
     page = write(tmp_path, tmp_path / "page.html").read_text()
     parts = [unpacked(page.partition(f'id="{name}">')[2].partition("<")[0]) for name in ("about", "part-0")]
-    seen = [page, str(parts), caplog.text, repr(several), str(several.metrics)]
+    seen = [page, str(parts), caplog.text, repr(trackers), str(trackers.metrics)]
     seen += [path.read_text() for path in tmp_path.glob("*.jsonl")]
     assert "refused ***" in "".join(seen), "there was something to leak"
     for text in seen:

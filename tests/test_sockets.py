@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -113,29 +112,6 @@ def test_servers():
         assert {(address, port) for address, port, _ in found} == {("127.0.0.1", port) for port in ports}
         with serve("toy", host="0.0.0.0", key="tml-a-long-key-1"):  # noqa: S104  # asked for
             assert [address for address, _, _ in open_to_others(os.getpid())] == ["0.0.0.0"]  # noqa: S104
-
-
-def test_two_ranks_that_add_up():
-    """As `rlkit doctor` has them."""
-    pytest.importorskip("torch")
-    from rlkit._commands._ranks import add_up
-
-    found, wrong, over = set(), set(), threading.Event()
-
-    def watch():
-        while not over.wait(0.01):
-            found.update(listening(os.getpid()))
-            wrong.update(open_to_others(os.getpid()))
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        add_up("gloo")
-    finally:
-        over.set()
-        watching.join()
-    assert found
-    assert wrong == set()
 
 
 APP = """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check
-from rlkit._files import owned, synced
+from rlkit._files import make_private, sync
 from rlkit.errors import CheckpointError, ConfigError, RlkitError
 
 __all__ = ["check_label", "read", "remove", "restoring", "write"]
@@ -53,11 +53,11 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]
         state["state_sha256"] = _own_digest(state)
         (temporary / _STATE).write_text(_text(state))
         for path in (*files, temporary / _STATE):
-            owned(path)
-            synced(path)
-        synced(temporary)
+            make_private(path)
+            sync(path)
+        sync(temporary)
         temporary.rename(final)
-        synced(parent)
+        sync(parent)
     except OSError as error:
         raise CheckpointError(f"save: could not write {final}: {error}") from error
     finally:

@@ -11,7 +11,7 @@ from rlkit.harnesses._types import Call, Harness, Json, Score, listed, mapping, 
 __all__ = ["INSPECT"]
 
 _SERVICE = "rlkit"  # of its provider openai-api, which reads the key from RLKIT_API_KEY
-_KEPT = "--out FOLDER, or a run, whose folder is used"
+_KEPT = "folder="
 _OURS = {
     "model": "rlkit's model: the policy is evaluated",
     "model-base-url": "no value: the policy sets it",

@@ -17,11 +17,11 @@ __all__ = ["LM_EVAL"]
 
 _PATHS = {"local-completions": "/v1/completions", "local-chat-completions": "/v1/chat/completions"}
 _OURS = {
-    "tasks": "--tasks",
-    "output_path": "--out FOLDER, or a run, whose folder is used",
+    "tasks": "tasks=",
+    "output_path": "folder=",
 }
 _CONCURRENT = 8  # requests at a time, which the policy batches
-_SECONDS = 3600  # for one request; --deadline is for all of them
+_SECONDS = 3600  # for one request; the deadline is for all of them
 
 
 def command(call: Call) -> list[str]:
@@ -35,7 +35,7 @@ def command(call: Call) -> list[str]:
     given = {"model": "local-completions", "log_samples": "true", **dict(arguments)}
     model = given.pop("model")
     if model not in _PATHS:
-        raise ConfigError("--harness-arg model", f"is {model!r}", " or ".join(_PATHS))
+        raise ConfigError("argument model", f"is {model!r}", " or ".join(_PATHS))
     if model == "local-chat-completions":  # which refuses texts
         given.setdefault("apply_chat_template", "true")
     of_model = {
@@ -63,7 +63,7 @@ def _templates(call: Call) -> dict[str, str]:
     if call.tokenizer is None:
         why = "transformers cannot load this policy's tokenizer, so the harness cannot render chats as text"
         expected = "model=local-chat-completions, or model_args=tokenizer_backend=huggingface,tokenizer=FOLDER"
-        raise ConfigError("--harness-arg apply_chat_template", "is set", expected, why)
+        raise ConfigError("argument apply_chat_template", "is set", expected, why)
     return {"tokenizer_backend": "huggingface", "tokenizer": call.tokenizer}
 
 

@@ -22,7 +22,7 @@ from typing import IO
 import attrs
 
 from rlkit import _check, _orphans
-from rlkit._files import replacing
+from rlkit._files import replace_file
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.tokenizers import source_of
@@ -238,14 +238,14 @@ def installed(harness: str, python: str | None = None) -> str:
             [interpreter, "-c", program], capture_output=True, text=True, timeout=_ASKING, check=False
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--python {interpreter}: cannot be run: {error}") from error
+        raise ConfigError(f"python: {interpreter}: cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise EnvError(f"--python {interpreter}: did not report its packages within {_ASKING:g} s") from error
+        raise EnvError(f"python: {interpreter}: did not report its packages within {_ASKING:g} s") from error
     if done.returncode == 0 and done.stdout.strip():
         return done.stdout.strip().splitlines()[-1][:100]
     packages = " ".join(shlex.quote(each) for each in known.install.split())
     how = f"{shlex.quote(interpreter)} -m pip install {packages}"
-    other = "or set --python to the interpreter of an environment that has it"
+    other = "or set python= to the interpreter of an environment that has it"
     raise MissingPackageError(f"{harness} is not installed for {interpreter}: {how}; {other}")
 
 
@@ -313,7 +313,7 @@ def keep(result: Result) -> Path:
     content = attrs.asdict(result, filter=lambda field, _: field.name != "folder")
     content["arguments"] = [redact(f"{name}={value}") for name, value in result.arguments]
     try:
-        with replacing(path) as temporary:
+        with replace_file(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error

@@ -91,7 +91,7 @@ def taken(arguments: Sequence[tuple[str, str]], ours: Mapping[str, str]) -> None
     """Raise ConfigError for an option that rlkit sets itself; ``ours`` names the replacement."""
     for name, value in arguments:
         if name in ours:
-            raise ConfigError(f"--harness-arg {name}={value}", "rlkit sets it", ours[name])
+            raise ConfigError(f"argument {name}={value}", "rlkit sets it", ours[name])
 
 
 def parsed(path: Path) -> Json:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._interaction import Message
+from rlkit._runtime import missing
 from rlkit.backends.hub import hub_trouble
 from rlkit.chat import Chat, Conversation
 from rlkit.chat.messages import FIELDS, is_list, read_messages, read_text, read_tools
@@ -29,8 +30,8 @@ from rlkit.types import Datum, Sample
 __all__ = [
     "Example",
     "each_row",
-    "field",
     "fit",
+    "get_field",
     "name_unread",
     "raw_prompt",
     "read_examples",
@@ -71,38 +72,38 @@ def read_rows(path: str | None, *, where: str, split: str = "train", subset: str
         raise ConfigError(where, "is not given", "a file, a folder, or a data set's name")
     place = Path(path)
     if place.is_dir():
-        files = _of_split(place, split, subset, where)
-        return [row for file in files for row in _file(file, where)]
+        files = _find_split_files(place, split, subset, where)
+        return [row for file in files for row in _read_file(file, where)]
     if place.suffix in _KINDS:
         if not place.is_file():
             raise ConfigError(where, f"is {path!r}", "a file that exists")
-        return _rows_of_split(place, split, where)
+        return _select_split(place, split, where)
     if place.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
         expected = "a file that ends in " + ", ".join(_KINDS) + ", a folder, or a data set's name such as openai/gsm8k"
         raise ConfigError(where, f"is {path!r}", expected)
-    return _hub(path, split, subset, where)
+    return _load_from_hub(path, split, subset, where)
 
 
-def _rows_of_split(place: Path, split: str, where: str) -> Sequence[Row]:
+def _select_split(place: Path, split: str, where: str) -> Sequence[Row]:
     """Return the rows of a file whose field ``split`` has that value; all if the file is named after the split."""
-    rows = _file(place, where)
+    rows = _read_file(place, where)
     if any("split" in row for row in rows):
         chosen = [row for row in rows if row.get("split", "train") == split]
         if chosen:
             return chosen
-    elif split == "train" or _named(place, split):
+    elif split == "train" or _is_named_after(place, split):
         return rows
     known = sorted({str(row["split"]) for row in rows if "split" in row}) or ["train"]
     why = "any other split needs a separate file or folder, or rows with a field named split"
     raise ConfigError(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why)
 
 
-def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
+def _find_split_files(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
     """Return the files of a split, in the order of their names."""
     inner = folder / subset if subset and (folder / subset).is_dir() else folder
     places = [inner, inner / "data"] if (inner / "data").is_dir() else [inner]
     files = sorted(file for place in places for file in place.iterdir() if file.suffix in _KINDS)
-    of_split = [file for file in files if _named(file, split)]
+    of_split = [file for file in files if _is_named_after(file, split)]
     if not of_split:
         names = ", ".join(file.name for file in files[:8]) or "no such files"
         what, expected = f"the folder {str(inner)!r} has {names}", f"{split}.jsonl, or .json or .parquet"
@@ -110,14 +111,14 @@ def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[
     return of_split
 
 
-def _named(file: Path, split: str) -> bool:
+def _is_named_after(file: Path, split: str) -> bool:
     """Return whether a file is named after the split: ``test.jsonl``, ``test-00000-of-00002.parquet``."""
     return split in re.split(r"[-_.]", file.stem)
 
 
-def _file(file: Path, where: str) -> list[Row]:
+def _read_file(file: Path, where: str) -> list[Row]:
     try:
-        rows: list[Row] = {".jsonl": _lines, ".json": _list, ".parquet": _table}[file.suffix](file)
+        rows: list[Row] = {".jsonl": _read_lines, ".json": _read_list, ".parquet": _read_parquet}[file.suffix](file)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {file} cannot be read: {error}") from error
     if not rows:
@@ -127,13 +128,13 @@ def _file(file: Path, where: str) -> list[Row]:
     return rows
 
 
-def field(row: Row, key: str, where: str) -> object:
+def get_field(row: Row, key: str, where: str) -> object:
     """Return ``row[key]``, or if the key is missing and has dots, ``row["a"]["b"]`` for "a.b".
 
     Raises:
         DataError: the row has none, naming those that it has, or it is null.
     """
-    value = _find(row, key)
+    value = _look_up(row, key)
     if value is _MISSING:
         why = "the keys of format, such as prompt_key, name others"
         raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}", why)
@@ -142,7 +143,7 @@ def field(row: Row, key: str, where: str) -> object:
     return value
 
 
-def _decoded(file: Path) -> str:
+def _decode(file: Path) -> str:
     """Return a file's text, without a byte-order mark."""
     data = file.read_bytes()
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -153,7 +154,7 @@ def _decoded(file: Path) -> str:
 _MISSING = object()
 
 
-def _find(row: Row, key: str) -> object:
+def _look_up(row: Row, key: str) -> object:
     """Return the value of a key, which may have dots; _MISSING if there is none."""
     value: object = row
     for part in [key] if key in row else key.split("."):
@@ -163,15 +164,15 @@ def _find(row: Row, key: str) -> object:
     return value
 
 
-def _given(row: Row, key: str) -> object:
+def _get(row: Row, key: str) -> object:
     """Return the value of a key; None also where there is none."""
-    value = _find(row, key)
+    value = _look_up(row, key)
     return None if value is _MISSING else value
 
 
-def _lines(file: Path) -> list[Row]:
+def _read_lines(file: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(_decoded(file).split("\n"), 1):
+    for number, line in enumerate(_decode(file).split("\n"), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -180,28 +181,27 @@ def _lines(file: Path) -> list[Row]:
     return rows
 
 
-def _list(file: Path) -> list[Row]:
-    rows = json.loads(_decoded(file))
+def _read_list(file: Path) -> list[Row]:
+    rows = json.loads(_decode(file))
     if not isinstance(rows, list):
         raise ValueError("it holds no list")  # noqa: TRY004  # reported as an unreadable file
     return rows
 
 
-def _table(file: Path) -> list[Row]:
+def _read_parquet(file: Path) -> list[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(f"{file}: a parquet file needs pyarrow: pip install pyarrow") from error
+        raise missing(f"{file}: a parquet file", "pyarrow", "data") from error
     rows: list[Row] = parquet.read_table(file).to_pylist()
     return rows
 
 
-def _hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Row]:
+def _load_from_hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Row]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        text = f"{where}: {name!r} is not a file; a data set on a hub needs the package datasets: pip install datasets"
-        raise ConfigError(text) from error
+        raise missing(f"{where}: {name!r} is not a file; a data set on a hub", "datasets", "data") from error
     cache = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     trouble = "" if cache.is_dir() or Path(name).is_dir() else hub_trouble()
     if trouble:
@@ -260,26 +260,30 @@ class Example:
             return [Datum(tokens, np.arange(tokens.size) > 0)]
         try:
             start = chat.start(list(self.prompt), self.tools)
-            return _learn(start, self.answers[0]) if len(self.answers) == 1 else _prefer(start, self.answers)
+            return (
+                _make_demonstrations(start, self.answers[0])
+                if len(self.answers) == 1
+                else _make_pair(start, self.answers)
+            )
         except DataError as error:
             raise DataError(f"{self.where}: {error}") from error
 
 
-def _prefer(conversation: Conversation, answers: Sequence[Sequence[Message]]) -> list[Datum]:
+def _make_pair(conversation: Conversation, answers: Sequence[Sequence[Message]]) -> list[Datum]:
     """Return a datum for each answer to one prompt; what the template puts before both of them belongs to it."""
-    chosen, rejected = (_prefer_one(conversation.fork(), answer, lead=False) for (answer,) in answers)
+    chosen, rejected = (_make_answer(conversation.fork(), answer, lead=False) for (answer,) in answers)
     if np.array_equal(chosen.tokens[~chosen.mask], rejected.tokens[~rejected.mask]):
         return [chosen, rejected]
-    return [_prefer_one(conversation.fork(), answer, lead=True) for (answer,) in answers]
+    return [_make_answer(conversation.fork(), answer, lead=True) for (answer,) in answers]
 
 
-def _prefer_one(conversation: Conversation, answer: Message, *, lead: bool) -> Datum:
+def _make_answer(conversation: Conversation, answer: Message, *, lead: bool) -> Datum:
     tokens = conversation.demonstrate(answer, lead=lead)
     whole = np.concatenate([conversation.prompt, tokens])
     return Datum(whole, np.arange(whole.size) >= conversation.prompt.size)
 
 
-def _learn(conversation: Conversation, messages: Sequence[Message]) -> list[Datum]:
+def _make_demonstrations(conversation: Conversation, messages: Sequence[Message]) -> list[Datum]:
     """Return the datums of the assistant's messages, which continue the conversation."""
     turns = []
     cuts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -312,7 +316,12 @@ def read_examples(given: Sequence[Row], kind: str, form: Format | None = None, w
     (['2 + 2?'], ['4', '5'])
     """
     form = Format() if form is None else form
-    kinds = {"pairs": _pair, "texts": _text, "demonstrations": _demonstration, "mixed": _demonstration}
+    kinds = {
+        "pairs": _read_pair,
+        "texts": _read_text_row,
+        "demonstrations": _read_demonstration,
+        "mixed": _read_demonstration,
+    }
     read = kinds[_check.choice("kind", kind, tuple(kinds))]
     examples, unread = [], set[str]()
     for row, name in each_row(given, where):
@@ -371,31 +380,35 @@ def name_unread(fields: set[str], where: str) -> None:
         logger.warning("%s: not read: the fields %s", where, ", ".join(sorted(fields)))
 
 
-def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
+def _read_demonstration(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
     key, text_key = _messages_key(row, form), form.response_key
-    if text_key == "response" and _given(row, text_key) is None and _given(row, "completion") is not None:
+    if text_key == "response" and _get(row, text_key) is None and _get(row, "completion") is not None:
         text_key = "completion"
-    if _given(row, key) is not None:
-        messages = read_messages(_given(row, key), f"{where}: {key}")
+    if _get(row, key) is not None:
+        messages = read_messages(_get(row, key), f"{where}: {key}")
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if not first:
             what = "begins with a" if messages and messages[0]["role"] == "assistant" else "has no"
             why = "put a question before it, or leave the row out"
             raise DataError(f"{where}: {key}", f"the conversation {what} message of the assistant", "one to learn", why)
         prompt, answer, keys = messages[:first], messages[first:], [key]
-    elif _find(row, form.prompt_key) is _MISSING and _find(row, text_key) is _MISSING:
+    elif _look_up(row, form.prompt_key) is _MISSING and _look_up(row, text_key) is _MISSING:
         expected = f"a field {form.messages_key!r}, or {form.prompt_key!r} and {text_key!r}"
         why = "format.messages_key, prompt_key and response_key name others"
         raise DataError(where, f"has the fields {sorted(map(str, row))}", expected, why)
     else:
-        prompt = read_prompt(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
+        prompt = read_prompt(get_field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
         key, keys = text_key, [form.prompt_key, text_key]
-        answer = _answer(field(row, key, where), f"{where}: {key}")
+        answer = _read_answer(get_field(row, key, where), f"{where}: {key}")
         if not any(message["role"] == "assistant" for message in answer):
             raise DataError(f"{where}: {key}", "has no message of the assistant", "an answer to learn")
     _check_learnt(answer, f"{where}: {key}")
     prompt = with_system(prompt, row, form, where)
-    return Example(where, prompt, (answer,), _tools(row, form, where)), [*keys, form.tools_key, form.system_prompt_key]
+    return Example(where, prompt, (answer,), _read_row_tools(row, form, where)), [
+        *keys,
+        form.tools_key,
+        form.system_prompt_key,
+    ]
 
 
 def with_system(prompt: Sequence[Message], row: Row, form: Format, where: str) -> list[Message]:
@@ -403,17 +416,19 @@ def with_system(prompt: Sequence[Message], row: Row, form: Format, where: str) -
     key = form.system_prompt_key
     if key is None or prompt[0]["role"] == "system":
         return list(prompt)
-    return [{"role": "system", "content": read_text(field(row, key, where), f"{where}: {key}")}, *prompt]
+    return [{"role": "system", "content": read_text(get_field(row, key, where), f"{where}: {key}")}, *prompt]
 
 
-def _pair(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
-    sides = [_answer(field(row, key, where), f"{where}: {key}") for key in (form.chosen_key, form.rejected_key)]
+def _read_pair(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
+    sides = [
+        _read_answer(get_field(row, key, where), f"{where}: {key}") for key in (form.chosen_key, form.rejected_key)
+    ]
     whole = [side for side in sides if side[0]["role"] != "assistant"]
-    given = _given(row, form.prompt_key)
+    given = _get(row, form.prompt_key)
     if len(whole) == 1:
         raise DataError(where, "has one answer with its prompt and one without", "both in the same form")
     if given is None and not whole:
-        field(row, form.prompt_key, where)  # raises
+        get_field(row, form.prompt_key, where)  # raises
     prompt = read_prompt(given, f"{where}: {form.prompt_key}") if given is not None else whole[0][:-1]
     for key, side in zip((form.chosen_key, form.rejected_key), sides, strict=True):
         name = f"{where}: {key}"
@@ -424,11 +439,11 @@ def _pair(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]
         elif len(side) > 1:
             raise DataError(name, f"has {len(side)} messages", "one answer", "a pair differs in its last message alone")
         _check_learnt(side[-1:], name)
-    if _essence(sides[0][-1]) == _essence(sides[1][-1]):
+    if _normalize(sides[0][-1]) == _normalize(sides[1][-1]):
         raise DataError(f"{where}: {form.rejected_key}", "is the same as chosen", "another answer", "leave the row out")
     prompt = with_system(whole[0][:-1] if whole else prompt, row, form, where)
     keys = [form.prompt_key, form.chosen_key, form.rejected_key, form.tools_key, form.system_prompt_key]
-    return Example(where, prompt, tuple(side[-1:] for side in sides), _tools(row, form, where)), keys
+    return Example(where, prompt, tuple(side[-1:] for side in sides), _read_row_tools(row, form, where)), keys
 
 
 def _check_prompt(
@@ -436,24 +451,24 @@ def _check_prompt(
 ) -> None:
     """Raise DataError unless an answer's conversation goes on from the prompt, and from the other's."""
     for i, (one, other) in enumerate(itertools.zip_longest(said, whole)):
-        if one is None or other is None or _essence(one) != _essence(other):
+        if one is None or other is None or _normalize(one) != _normalize(other):
             why = "a pair differs in its last message alone"
             raise DataError(f"{where}[{i}]", "differs from the same message of chosen", "one conversation", why)
     asked = [message["content"].strip() for message in said if message["role"] == "user"]
     if text and prompt[0]["content"].strip() not in (asked[:1] + asked[-1:]):
         raise DataError(where, "does not have the row's prompt as a message of the user", "a conversation that has it")
-    if not text and [_essence(message) for message in prompt] != [_essence(message) for message in said]:
+    if not text and [_normalize(message) for message in prompt] != [_normalize(message) for message in said]:
         raise DataError(where, "does not begin with the row's prompt", "a conversation that does")
 
 
-def _essence(message: Message) -> list[object]:
+def _normalize(message: Message) -> list[object]:
     """Return what a template writes of a message: ids and fields that are not known may differ."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return [message["role"], message["content"].strip(), message.get("reasoning_content"), calls]
 
 
-def _text(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
-    text = read_text(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
+def _read_text_row(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
+    text = read_text(get_field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
     return Example(where, text=text), [form.prompt_key]
 
 
@@ -472,7 +487,7 @@ def _messages_key(row: Row, form: Format) -> str:
 def read_prompt(value: object, where: str) -> list[Message]:
     """Return a prompt: text of the user, or messages."""
     if isinstance(value, str):
-        return [{"role": "user", "content": _plain_text(value, where)}]
+        return [{"role": "user", "content": _check_text(value, where)}]
     if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
         raise DataError(where, f"got {_check.describe(value)}", "text, or a list of messages")
     messages = read_messages([value] if isinstance(value, Mapping) else value, where)
@@ -482,10 +497,10 @@ def read_prompt(value: object, where: str) -> list[Message]:
     return messages
 
 
-def _answer(value: object, where: str) -> list[Message]:
+def _read_answer(value: object, where: str) -> list[Message]:
     """Return an answer: text, one message, or messages."""
     if isinstance(value, str):
-        return [{"role": "assistant", "content": _plain_text(value, where)}]
+        return [{"role": "assistant", "content": _check_text(value, where)}]
     if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
         why = "a number is written as text"
         raise DataError(where, f"got {_check.describe(value)}", "text, a message, or a list of messages", why)
@@ -495,7 +510,7 @@ def _answer(value: object, where: str) -> list[Message]:
     return messages
 
 
-def _plain_text(value: str, where: str) -> str:
+def _check_text(value: str, where: str) -> str:
     """Return a text. Raises DataError: it is JSON of messages, which would be learnt as such."""
     found: object = None
     if value.lstrip().startswith(("[", "{")) and '"role"' in value:
@@ -506,6 +521,6 @@ def _plain_text(value: str, where: str) -> str:
     return read_text(value, where)
 
 
-def _tools(row: Row, form: Format, where: str) -> list[Message]:
-    tools = _given(row, form.tools_key)
+def _read_row_tools(row: Row, form: Format, where: str) -> list[Message]:
+    tools = _get(row, form.tools_key)
     return [] if tools is None else read_tools(tools, f"{where}: {form.tools_key}")

@@ -24,7 +24,7 @@ from rlkit.envs import Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError, DataError
 from rlkit.recipes.data import (
     each_row,
-    field,
+    get_field,
     name_unread,
     raw_prompt,
     read_prompt,
@@ -130,9 +130,9 @@ def _make_rows(
     built, unread = [], set[str]()
     for row, where in each_row(given, source):
         key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
-        asked = field(row, key, where)
+        asked = get_field(row, key, where)
         messages = read_prompt(asked, f"{where}: {key}")
-        answer = None if score is None else field(row, form.response_key, where)
+        answer = None if score is None else get_field(row, form.response_key, where)
         if reward is not None:
             answer = read_answer(reward, answer, f"{where}: {form.response_key}")
         unread |= unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)

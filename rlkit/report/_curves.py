@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from rlkit.metrics.names import combine, general, parts, reduction
+from rlkit.metrics.names import combine, general, reduction, split_name
 from rlkit.tracking.jsonl import MetricsRow
 
 __all__ = ["Table", "counters", "panels", "table"]
@@ -126,7 +126,7 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
     for name, values in of.values.items():
         first, _, rest = name.partition("/")
         finite = [value for value in values if math.isfinite(value)]
-        where = parts(name)
+        where = split_name(name)
         if first == "env" and where is not None:
             _, env, counter = where
         elif first in ("sampler", "filter", "upload", "tracking"):
@@ -190,7 +190,7 @@ def _alike(one: Chart, other: Chart) -> bool:
 
 def _label(name: str) -> str:
     first, _, rest = name.partition("/")
-    where = parts(name)
+    where = split_name(name)
     if first == "env" and where is not None and "/" not in where[2]:
         return where[1]
     return rest if first in ("train", "time", "eval") and rest else name

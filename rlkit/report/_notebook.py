@@ -15,7 +15,7 @@ from rlkit._secrets import redact
 from rlkit.errors import ConfigError
 from rlkit.report import _curves
 from rlkit.report._page import RunFolder
-from rlkit.tracking import protocol, read_metrics
+from rlkit.tracking import check_metrics, read_metrics
 from rlkit.tracking.jsonl import MetricsRow
 from rlkit.trajectory import Group
 
@@ -75,7 +75,7 @@ class Live:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the numbers of a step, and draw if it is time."""
-        numbers, step = protocol.checked(metrics, step)
+        numbers, step = check_metrics(metrics, step)
         self._rows.append({"step": step, "time": time.time(), "metrics": numbers})
         if time.monotonic() - self._drawn >= self._every:
             self._draw()
@@ -83,7 +83,7 @@ class Live:
     def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:
         """Do nothing: trajectories are shown on the run page."""
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, position: object = None) -> None:  # noqa: ARG002
         """Drop what was logged at or after ``step``."""
         self._rows = [row for row in self._rows if row["step"] < step]
 

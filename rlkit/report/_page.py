@@ -7,30 +7,27 @@ import hashlib
 import html
 import json
 import os
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import attrs
 
 from rlkit import _check, storage
-from rlkit._files import plain, replacing
+from rlkit._files import plain, replace_file
 from rlkit._runtime import VERSION
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.harnesses import Result, results
 from rlkit.report import _curves
-from rlkit.report.episodes import Episodes, chosen, packed, texts
+from rlkit.report.episodes import Episodes, chosen, packed
 from rlkit.tracking import mask, read_metrics
-from rlkit.tracking.jsonl import FILES, MetricsRow, Vocabulary, lines, read_vocabulary
+from rlkit.tracking.jsonl import METRICS, TRAJECTORIES, MetricsRow
 from rlkit.trajectory import Group
 
 __all__ = ["RunFolder", "write"]
-
-_Extras: TypeAlias = dict[tuple[object, ...], deque[dict[str, object]]]  # values of tokens, by their group
 
 
 class RunFolder:
@@ -50,7 +47,7 @@ class RunFolder:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder")
-        names = (FILES["metrics"], FILES["trajectories"], "config.json")
+        names = (METRICS, TRAJECTORIES, "config.json")
         if not any((self.path / name).exists() for name in names):
             raise CheckpointError(f"{self.path}: is not a run's folder: it has none of {', '.join(names)}")
         self.unread = 0
@@ -78,7 +75,7 @@ class RunFolder:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (trajectories, bytes) of each line of trajectories, without making objects of them."""
-        path = self.path / FILES["trajectories"]
+        path = self.path / TRAJECTORIES
         if not path.exists():
             return []
         try:
@@ -93,10 +90,7 @@ class RunFolder:
         Args:
             wanted: which lines of the file to read, counted from 0; None: all.
         """
-        path = self.path / FILES["trajectories"]
-        extras: _Extras = defaultdict(deque)
-        for record in lines(self.path / FILES["tokens"]):
-            extras[_key(record)].append(record)
+        path = self.path / TRAJECTORIES
         self.unread = 0
         try:
             with path.open("rb") as file:
@@ -107,7 +101,7 @@ class RunFolder:
                     if group is None:
                         self.unread += 1
                     else:
-                        yield group, _extras(group, extras)
+                        yield group, _extras(group, json.loads(line))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -121,20 +115,14 @@ def _group(line: bytes, where: str) -> Group | None:
         return None
 
 
-def _key(record: Mapping[str, object]) -> tuple[object, ...]:
-    return tuple(repr(record.get(name)) for name in ("step", "env", "index", "number"))
-
-
-def _extras(group: Group, extras: _Extras) -> dict[str, list[object]]:
-    """Return the first record under the group's key that fits its tokens."""
-    waiting = extras.get(_key({"step": group.step, "env": group.env, "index": group.index, "number": group.number}))
-    while waiting:
-        record = waiting.popleft()
-        given: set[str] = record.keys() & {"advantages", "trainer_logprobs"}
-        named = {name: entries for name in sorted(given) if isinstance(entries := record[name], list)}
-        if len(named) == len(given) and all(_fits(entries, group) for entries in named.values()):
-            return named
-    return {}
+def _extras(group: Group, record: Mapping[str, Any]) -> dict[str, list[object]]:
+    """Return the values of tokens that fit them, from the group's line."""
+    named = {}
+    for name in ("advantages", "trainer_logprobs"):
+        entries = [each.get(name) for each in record["trajectories"]]
+        if entries and None not in entries and _fits(entries, group):
+            named[name] = entries
+    return named
 
 
 def _fits(entries: list[object], group: Group) -> bool:
@@ -161,7 +149,7 @@ def write(
     Args:
         folder: the run's: ``metrics.jsonl``, ``trajectories.jsonl``, ``config.json``, or some of them.
         out: the file; None: ``report.html`` in the folder. It is written next to it and renamed into place.
-        tokenizer: to show tokens as text where the run did not keep their texts; None: as far as it did.
+        tokenizer: the policy's, to show tokens as text; None: their ids are shown.
         max_trajectories: of a run with more, groups evenly spaced over it are shown, and the page says so; >= 1.
         max_bytes: likewise, of the lines in ``trajectories.jsonl``; >= 1.
 
@@ -174,15 +162,11 @@ def write(
     _check.integer("max_bytes", max_bytes, low=1)
     _check.require(out is None or (isinstance(out, (str, os.PathLike)) and str(out)), "out", out, "the path of a file")
     path = run.path / "report.html" if out is None else Path(out)
-    vocabulary = read_vocabulary(run.path / FILES["vocabulary"])
     episodes = Episodes()
     sizes = run.sizes()
     wanted = chosen(sizes, max_trajectories, max_bytes)
-    known = None if tokenizer is None else Vocabulary(None, tokenizer)
     for group, extras in run.groups(wanted):
         episodes.add(group, extras)
-        if known is not None:
-            vocabulary |= known.add([group])
     episodes.finish()
     judged = results(run.path)
     # a resumed run has dropped the lines after its checkpoint, but not the scores
@@ -205,10 +189,12 @@ def write(
         "endings": episodes.endings,
         "total": sum(n for n, _ in sizes),
         "unread": run.unread,
-        "texts": texts(vocabulary, episodes.tokens),
+        "texts": {}
+        if tokenizer is None
+        else {str(t): tokenizer.decode([t], skip_special=False) for t in episodes.tokens},
     }
     try:
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with replace_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(_pieces(name, about, episodes.parts))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error

@@ -7,7 +7,7 @@ import functools
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -251,9 +251,3 @@ def _place(names: list[str], name: str) -> int:
 
 def _finite(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def texts(vocabulary: Mapping[str, str], tokens: Iterable[int]) -> dict[str, str]:
-    """Return the requested part of a vocabulary."""
-    wanted = {str(token) for token in tokens}
-    return {key: text for key, text in vocabulary.items() if all(part in wanted for part in key.split(","))}

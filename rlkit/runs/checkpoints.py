@@ -23,7 +23,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._check import checked
-from rlkit._files import plain, replacing
+from rlkit._files import plain, replace_file
 from rlkit._runtime import warn
 from rlkit._secrets import mask
 from rlkit._seeds import resolve_seed
@@ -350,7 +350,7 @@ def write_json(path: Path, content: object) -> None:
         CheckpointError: it cannot be written.
     """
     text = json.dumps(as_plain(content), indent=1, allow_nan=False)
-    with as_checkpoint_error(f"could not write {path}"), replacing(path) as temporary:
+    with as_checkpoint_error(f"could not write {path}"), replace_file(path) as temporary:
         temporary.write_text(text, "utf-8")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import numbers
 import os
@@ -32,7 +31,7 @@ from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.runs import checkpoints
 from rlkit.runs.checkpoints import Record, Retention
 from rlkit.runs.state import capture, encode, restore
-from rlkit.tracking import Tracker, protocol
+from rlkit.tracking import Tracker, check_metrics
 from rlkit.trajectory import Group
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class Run:
         with checkpoints.as_checkpoint_error(f"{folder} cannot be opened as a run"):
             for path in (self.folder, self.folder / checkpoints.POLICIES, self.folder / checkpoints.CHECKPOINTS):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = acquire_lock(self.folder)
+            lock = _acquire_lock(self.folder)
             self._release = weakref.finalize(self, _release_lock, lock, os.getpid())  # a forgotten run blocks no other
             self._release.atexit = False
             try:
@@ -142,10 +141,9 @@ class Run:
             self._logs[f"{name}-{count + 1}" if count else name] = tracker
         logged = {} if self.record is None else self.record.logged
         for name, tracker in self._logs.items():  # what came after the checkpoint is done again
-            if callable(call := getattr(tracker, "rewind", None)):
-                known = name in logged and "at" in inspect.signature(call).parameters
-                call(self.step, at=logged[name]) if known else call(self.step)
-        self._several = tracking.Several(self.trackers) if self.trackers else None
+            if hasattr(tracker, "rewind"):
+                tracker.rewind(self.step, logged.get(name))
+        self._several = tracking.MultiTracker(self.trackers) if self.trackers else None
 
     def _close_open_run(self) -> None:
         """Close the run in this folder that this process has open, as where a cell of a notebook is run again."""
@@ -176,9 +174,6 @@ class Run:
             CheckpointError: the checkpoint's policy cannot be loaded; the message names the checkpoint before.
         """
         policy: TrainerBackend = self._connect(backends.connect, name, role, options)
-        for tracker in self.trackers:
-            if hasattr(tracker, "speak"):
-                tracker.speak(policy.tokenizer)
         return policy
 
     def critic(self, name: str, *, role: str = "critic", **options: object) -> Critic:
@@ -362,7 +357,7 @@ class Run:
         before = {} if self.record is None else self.record.kept  # what this program does not keep, the next one may
         content: dict[str, object] = {
             "kept": {**before, **{name: capture(name, kept) for name, kept in self._kept.items()}},
-            "metrics": encode("checkpoint(metrics)", protocol.checked(metrics or {}, after, "checkpoint")[0]),
+            "metrics": encode("checkpoint(metrics)", check_metrics(metrics or {}, after, "checkpoint")[0]),
             "seed": self.seed,
         }
         with checkpoints.as_checkpoint_error("the logs could not be synced"):  # a checkpoint counts their lines
@@ -576,7 +571,7 @@ def _print_stop(usual: Callable[..., object], kind: type[BaseException], error: 
         usual(kind, error, trace)
 
 
-def acquire_lock(folder: Path) -> BaseFileLock:
+def _acquire_lock(folder: Path) -> BaseFileLock:
     """Return the folder's lock, which is free after its release or the end of the process, however that comes.
 
     Raises:

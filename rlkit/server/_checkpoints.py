@@ -13,7 +13,7 @@ from typing import Literal
 
 import attrs
 
-from rlkit._files import replacing
+from rlkit._files import replace_file
 from rlkit.errors import CheckpointError, RlkitError
 from rlkit.server._wire import ApiError
 from rlkit.types import Lora
@@ -240,7 +240,7 @@ class Checkpoints:
             {"format": _FORMAT, "states": states, "runs": runs, "unwanted": [str(x) for x in self._unwanted]}, indent=1
         )
         self._index.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._index) as temporary:
+        with replace_file(self._index) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 

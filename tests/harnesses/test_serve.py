@@ -108,7 +108,7 @@ def test_a_key(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--openai", "--model", "nothing"], "--model: nothing: no such folder"),
+        (["--openai", "--model", "nothing"], "model: no directory 'nothing'"),
         (["--openai", "--backend", "toy", "--folder", "x"], "--folder: is given; expected it without --openai"),
         (["--openai", "--backend", "toy", "--tokenizer", "x"], "--tokenizer: is given; expected it without --openai"),
         (["--backend", "toy", "--step", "3"], "--step: is given; expected it with --openai"),

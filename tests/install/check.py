@@ -45,7 +45,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 INSTALLED = {canonicalize_name(each.name) for each in importlib.metadata.distributions()}
 TRACKERS = {"wandb": [], "tensorboard": ["tensorboard"], "trackio": [], "mlflow": []}  # and what reads what they wrote
 UNPINNED = {"gem", "mcp", "trackio"}  # whose own pins are older than those of constraints.txt, or newer
-NOT_ALONE = {"all", "docs", "test"}  # README's lines install the first; the others are for developers
+NOT_ALONE = {"all", "data", "docs", "test"}  # README's lines install the first; data is of recipes
 SECONDS = 1800  # one line, on a machine that is busy
 
 # What README's and the pages' lines must be able to run. Small settings.

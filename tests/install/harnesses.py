@@ -155,7 +155,7 @@ def lm_eval(python, folder, *words):
 
 
 def multiple_choice(python, folder, run_folder, merged):
-    """Its own transformers backend and the gateway agree: tokens, texts, batches, and through ``rlkit eval``."""
+    """Its own transformers backend and the gateway agree: tokens, texts, batches, and ``harnesses.evaluate``."""
     own = folder / "own"
     args = f"pretrained={merged},dtype=float32"
     lm_eval(
@@ -195,22 +195,11 @@ def multiple_choice(python, folder, run_folder, merged):
                 out,
             )
             print(f"  {way}: {same(own, out):.1e}", flush=True)
-    said = rlkit_says(
-        "eval",
-        run_folder,
-        "--harness",
-        "lm-eval",
-        "--tasks",
-        "small_choice",
-        "--harness-arg",
-        f"include_path={folder / 'tasks'}",
-        "--python",
-        python,
-    )
-    out = Path(said.strip().splitlines()[-1].rpartition(" in ")[2])
-    print(f"  rlkit eval: {same(own, out):.1e}", flush=True)
-    in_run(run_folder, "small_choice", "acc", scores(own)["small_choice"]["acc,none"])
-    assert re.search(r"^small_choice: acc \S+ \(stderr \S+\)  8 samples$", said, re.MULTILINE), said
+    result = evaluated("lm-eval", "small_choice", run_folder, python, include_path=str(folder / "tasks"))
+    print(f"  harnesses.evaluate: {same(own, result.folder):.1e}", flush=True)
+    found = {score.metric: score for score in result.scores}["acc"]
+    assert (found.value, found.samples) == (scores(own)["small_choice"]["acc,none"], 8)
+    assert found.stderr is not None
 
 
 def generation(python, folder, run_folder, merged):
@@ -233,59 +222,36 @@ def generation(python, folder, run_folder, merged):
         folder / "own-words",
     )
     for model in ("local-completions", "local-chat-completions"):
-        words = [
-            "--harness-arg",
-            f"model={model}",
-            "--harness-arg",
-            f"include_path={folder / 'tasks'}",
-            "--harness-arg",
-            "apply_chat_template=true",
-        ]
-        said = rlkit_says(
-            "eval", run_folder, "--harness", "lm-eval", "--tasks", "small_words", *words, "--python", python
-        )
-        texts[model] = Path(said.strip().splitlines()[-1].rpartition(" in ")[2])
+        options = {"model": model, "include_path": str(folder / "tasks"), "apply_chat_template": "true"}
+        result = evaluated("lm-eval", "small_words", run_folder, python, **options)
+        texts[model] = result.folder
         assert answers(texts[model], "small_words") == answers(folder / "own-words", "small_words"), model
         assert scores(texts[model]) == scores(folder / "own-words")
         assert scores(texts[model])["small_words"]["exact_match,last_word"] > 0, texts[model]  # else it says little
-        print(f"  {model}: {said.splitlines()[0]}", flush=True)
+        print(f"  {model}: {result.metrics}", flush=True)
 
 
 def quiz(python, folder, run_folder, merged):
-    """A task of inspect with a scorer; what is not a score is said in one line."""
+    """A task of inspect with a scorer."""
     task = f"{folder / 'tasks' / 'quiz.py'}@quiz"
-    said = rlkit_says(
-        "eval",
-        run_folder,
-        "--harness",
-        "inspect",
-        "--tasks",
-        task,
-        "--harness-arg",
-        "T=hint=Think.",
-        "--python",
-        python,
-    )
-    assert re.search(r"^quiz/includes: accuracy \S+ \(stderr \S+\)  3 samples$", said, re.MULTILINE), said
-    in_run(run_folder, "quiz/includes", "accuracy", float(said.split()[2]), places=4)
-    print(f"  {said.splitlines()[0]}", flush=True)
+    result = evaluated("inspect", task, run_folder, python, T="hint=Think.")
+    found = {score.name: score for score in result.scores}["eval/quiz/includes/accuracy"]
+    assert found.samples == 3
+    assert found.stderr is not None
+    print(f"  {result.metrics}", flush=True)
 
 
-def in_run(run_folder, task, metric, value, places=12):
-    """The score is among the run's metrics, at the checkpoint's step, and on its page."""
-    from rlkit.harnesses import results
-    from rlkit.report.episodes import unpacked
-    from rlkit.tracking import read_metrics
+def evaluated(harness, task, run_folder, python, **arguments):
+    """``harnesses.evaluate`` on the run's newest checkpoint, kept in the run."""
+    import rlkit
+    from rlkit import harnesses
 
-    rows = [row for row in read_metrics(run_folder) if f"eval/{task}/{metric}" in row["metrics"]]
-    assert rows[-1]["step"] == 2
-    for name in (metric, f"{metric}_stderr"):
-        assert f"eval/{task}/{name}" in rows[-1]["metrics"]
-    assert float(f"{rows[-1]['metrics'][f'eval/{task}/{metric}']:.{places}g}") == float(f"{value:.{places}g}")
-    assert results(run_folder)[-1].step == 2
-    page = Path(rlkit_says("report", run_folder).strip()).read_text()
-    about = unpacked(page.partition('id="about">')[2].partition("<")[0])
-    assert any((row["task"], row["metric"]) == (task, metric) for row in about["benchmarks"])
+    with rlkit.runs.sampler(run_folder) as sampler:
+        result = harnesses.evaluate(
+            harness, sampler, [task], folder=run_folder, step=2, python=str(python), arguments=list(arguments.items())
+        )
+    assert harnesses.results(run_folder)[-1].folder == result.folder
+    return result
 
 
 def environment(folder, *packages):

@@ -507,9 +507,9 @@ def refused(attempt):
 
 def tracked(name, *args, **options):
     """Opens, logs, closes."""
-    from rlkit.tracking import Several, registry
+    from rlkit.tracking import MultiTracker, registry
 
-    with Several([registry[name](*args, config={"lr": 1e-4}, **options)], timeout=120.0) as several:
+    with MultiTracker([registry[name](*args, config={"lr": 1e-4}, **options)], timeout=120.0) as several:
         several.log({"train/loss": 0.5}, 0)
     assert several.metrics == {}, several.metrics
 

@@ -10,14 +10,14 @@ TEMPLATE = (
 )
 
 
-def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
+def build(kind: str, folder: Path, *, max_length: int = 128, layers: int = 2) -> Path:
     """Writes a model of that architecture, in float32, with random weights from a fixed seed."""
     import torch
     import transformers as tf
 
     size = tokenizer(folder)
     ids = {"vocab_size": size, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": max_length}
     with torch.random.fork_rng():
         torch.manual_seed(0)

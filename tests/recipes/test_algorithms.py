@@ -16,7 +16,7 @@ NAMES = [name for name in recipes.algorithms.registry if name not in table.ALIAS
 def test_all_are_there():
     """Those that a user of such configurations may name."""
     wanted = "grpo dr_grpo dapo rloo reinforceplusplus opmd asymre topr cispo gspo sapo sppo rec gigpo ppo sft"
-    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix mix_chord cpt"
+    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix cpt"
     assert set(wanted.split()) == set(NAMES)
 
 

@@ -229,7 +229,7 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
     import types
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(rlkit.ConfigError, match="needs the package datasets"):
+    with pytest.raises(rlkit.ConfigError, match="a data set on a hub needs datasets"):
         data.read_rows("openai/gsm8k", where="here")
 
     def load(name, subset, split, trust_remote_code):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import codecs
 import json
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import recipes
-from rlkit._commands import eval as eval_command
+from rlkit import cli, recipes
 from rlkit.chat import Chat
-from rlkit.cli import main
 from rlkit.envs import Action
 from rlkit.errors import DataError
 from rlkit.gateway import Gateway, GatewayError
@@ -205,10 +202,7 @@ def by_task(messages, tmp_path):
 
 
 def by_eval(messages, tmp_path):
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    path = file_of(tmp_path, messages)
-    (task,) = eval_command._tasks(parser.parse_args(["toy", path]))
+    (task,) = cli._make_tasks(cli._parse(["eval", "toy", file_of(tmp_path, messages)])[1])
     return CHAT.start(task.make().reset(0)).prompt
 
 
@@ -406,9 +400,9 @@ def test_a_key_with_dots(tmp_path):
     form = Format(response_key="reward_model.ground_truth")
     (task,) = tasks.make_tasks(Taskset(path=str(path), format=form), ExplorerInput(), "t")
     assert task.make().step(Action("34")).reward == 1.0
-    assert data.field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
+    assert data.get_field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
     with pytest.raises(DataError, match=r"x: a\.b: is null"):
-        data.field({"a": {"b": None}}, "a.b", "x")
+        data.get_field({"a": {"b": None}}, "a.b", "x")
 
 
 @for_each(
@@ -577,7 +571,7 @@ def test_check_sees_rows_that_do_not_fit(backend, tmp_path, tiny, capsys):
         ({"prompt": "Q", "response": "A"}, ""),
     ):
         path.write_text(json.dumps(row), "utf-8")
-        code = main(["train", str(tmp_path / "run.yaml"), "--check", *given])
+        code = cli.main(["train", str(tmp_path / "run.yaml"), "--check", *given])
         assert code == 2 * bool(expected)
         assert expected in capsys.readouterr().err
 
@@ -783,10 +777,16 @@ def test_tables_nest_arrays(caplog):
 def test_eval_names_the_fields_of_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "Q", "reward_model": NESTED}), "utf-8")
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    given = ["toy", str(path), "--set", "prompt_key=question", "--set", "response_key=reward_model.ground_truth"]
-    (task,) = eval_command._tasks(parser.parse_args(given))
+    given = [
+        "eval",
+        "toy",
+        str(path),
+        "--set",
+        "prompt_key=question",
+        "--set",
+        "response_key=reward_model.ground_truth",
+    ]
+    (task,) = cli._make_tasks(cli._parse(given)[1])
     assert task.make().step(Action("34")).reward == 1.0
     with pytest.raises(rlkit.ConfigError, match="for files, prompt_key or response_key"):
-        eval_command._tasks(parser.parse_args([*given, "--set", "size=3"]))
+        cli._make_tasks(cli._parse([*given, "--set", "size=3"])[1])

@@ -262,10 +262,9 @@ def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
     )
     sets = "[{name: one, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_p: 0.5}}, "
     sets += "{name: two, default_workflow_type: write, workflow_args: {letters: a}, "
-    sets += "rollout_args: {top_k: 1, repetition_penalty: 1.2}}]"
+    sets += "rollout_args: {top_k: 1}}]"
     played(tmp_path, f"buffer.explorer_input.eval_tasksets={sets}", steps=1)
     assert [(p.top_p, p.top_k) for p in seen[:2]] == [(0.5, -1), (1.0, 1)]
-    assert [p.repetition_penalty for p in seen[:2]] == [1.0, 1.2]
 
 
 def test_a_task_sets_own_top_p(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def task(seed, name="sums"):
 def run(folder, steps=6, tasks=2, n=4, tokenizer=True):
     """A run's folder with everything that a page shows."""
     rng = np.random.default_rng(0)
-    tracker = Jsonl(folder, tokenizer=ByteTokenizer() if tokenizer else None)
+    tracker = Jsonl(folder)
     for step in range(steps):
         names = ["sums", "more-sums"]
         asked = [task(1000 * step + i, names[i % 2]) for i in range(tasks)]
@@ -111,7 +111,7 @@ def run(folder, steps=6, tasks=2, n=4, tokenizer=True):
 def many(folder, groups, n=8, turns=2, length=100):
     """A run's folder with ``groups`` x ``n`` trajectories, written without playing them."""
     rng = np.random.default_rng(1)
-    tracker = Jsonl(folder, tokenizer=ByteTokenizer())
+    tracker = Jsonl(folder)
     words = ["seven", "the", "sum", "is", "tool", "answer", "because", "maybe", "carry", "one"]
     for number in range(groups):
         members = []

@@ -11,7 +11,7 @@ import pytest
 
 from rlkit import CheckpointError, ConfigError
 from rlkit.report import Display, Live, live
-from rlkit.tracking import Jsonl, Several, Tracker
+from rlkit.tracking import Jsonl, MultiTracker, Tracker
 
 HOSTILE = "<script>alert(1)</script>$\\bad{"
 
@@ -98,7 +98,7 @@ def test_live_draws_while_the_run_goes_on(tmp_path, shown):
 
 def test_live_draws_no_more_often_than_asked(shown):
     tracker = Live(every=1e6)
-    with Several([tracker]) as several:
+    with MultiTracker([tracker]) as several:
         for step in range(20):
             several.log({"train/loss": 1.0}, step)
     assert len(shown) == 3  # at the start, at the first step, at the end

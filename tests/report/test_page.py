@@ -116,7 +116,7 @@ HOSTILE = "</script><script>document.title='taken'</script><!-- <img src=x onerr
 
 def hostile(folder):
     """A run in which everything that can hold text holds markup."""
-    tracker = Jsonl(folder, tokenizer=ByteTokenizer())
+    tracker = Jsonl(folder)
     text = HOSTILE.encode("utf-8", "replace")
     turn = Turn(Sample([65], list(text), [-0.5] * len(text)), 1.0, {HOSTILE: 1.0})
     messages = [{"role": HOSTILE, "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]

@@ -23,7 +23,7 @@ from rlkit.tracking import read_metrics
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
-FILES = ["run.json", "config.json", "metrics.jsonl", "trajectories.jsonl", "tokens.jsonl", "vocabulary.jsonl"]
+FILES = ["run.json", "config.json", "metrics.jsonl", "trajectories.jsonl"]
 GROUP = Group([Trajectory([Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)], tags={"a": 1})])
 DEEP = "[" * 20_000
 

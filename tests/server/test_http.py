@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit import cli
 from rlkit.server import ExactModels, serve
 from tests.each import for_each
 from tests.server.sdk import datum, prompt
@@ -355,8 +356,21 @@ def test_a_backend_in_training(tmp_path, tiny):
 
 
 def test_the_command(tmp_path):
-    """`python -m rlkit.server` serves until it is interrupted, and ends cleanly."""
-    command = [sys.executable, "-W", "error", "-m", "rlkit.server", "--backend", "toy", "--name", "toy", "--port", "0"]
+    """`rlkit serve` serves until it is interrupted, and ends cleanly."""
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "rlkit",
+        "serve",
+        "--backend",
+        "toy",
+        "--name",
+        "toy",
+        "--port",
+        "0",
+    ]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*command, "--folder", str(tmp_path)],
@@ -387,9 +401,7 @@ def test_the_command(tmp_path):
 )
 def test_the_command_refuses(arguments, message, capsys):
     """With one line and status 2."""
-    from rlkit.server.__main__ import main
-
-    assert main(arguments) == 2
+    assert cli.main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

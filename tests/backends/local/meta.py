@@ -1,18 +1,23 @@
-"""A GPU that is not there: models on the device "meta", stand-ins for its kernels, and what watches over operations."""
+"""A GPU that is not there: models on the device "meta", stand-ins for its kernels, and recorders of operations."""
 
 from __future__ import annotations
 
 import copy
 
 import attrs
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkit._selfcheck.speed import Launches
 from rlkit.backends.local.cache import kv_cache
+from rlkit.backends.local.cache.kv_cache import CachedTokens, KVCache
 from rlkit.backends.local.model import llama
 from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.forward import LlamaForward
 from rlkit.backends.local.model.llama import fuse_layers
 from rlkit.backends.local.training import _flex_attention
+from rlkit.backends.local.training.micro_batches import pack
+from rlkit.types import Datum
 
 META = torch.device("meta")
 WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"})  # for what the device computed
@@ -88,6 +93,76 @@ def meta_base(folder, dtype="bfloat16"):
     model = copy.deepcopy(base.model).to("meta")
     fuse_layers(model)
     return attrs.evolve(base, model=model, device=META, llama=True, known={})
+
+
+# Views, and memory that is not written: nothing is launched for them.
+_FREE = """
+view _unsafe_view _reshape_alias t transpose permute expand slice select split split_with_sizes unsqueeze squeeze
+as_strided detach alias empty empty_like new_empty empty_strided new_empty_strided unbind unfold diagonal
+"""
+FREE = frozenset(_FREE.split())
+
+
+class Launches(TorchDispatchMode):
+    """A recorder of the operations that a device executes."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.names: list[str] = []
+        self._device = device
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = str(operation.name()).partition("::")[2].partition(".")[0]
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if name not in FREE and any(x.device == self._device for x in tensors):
+            self.names.append(name)
+            self.look(name, tensors, kwargs)
+        return operation(*args, **kwargs)
+
+    def look(self, name, tensors, kwargs):
+        """Look at one operation."""
+
+
+def decode(base, watch, *, merge):
+    """Return the operations of one decoding step of 3 rows."""
+    forward, cache = LlamaForward(base), KVCache()
+    forward.load(_adapter(base), 0.5, merge=merge)
+    cache.reserve(3, 40)
+    tokens, positions = (torch.zeros(3, 1, dtype=torch.int64, device=base.device) for _ in range(2))
+    index = torch.arange(3, device=base.device)
+    with torch.no_grad():
+        for mode in (torch.no_grad(), watch):  # keys and values get their memory in the first
+            with mode:
+                mask = cache.at(0, positions, 40)
+                forward.logits(CachedTokens(tokens, positions, mask, cache, index))
+    return watch.names
+
+
+def train(base, watch):
+    """Return the operations of the forward and backward pass of a micro-batch, which is a tree."""
+    adapter = {name: (a.requires_grad_(), b.requires_grad_()) for name, (a, b) in _adapter(base).items()}
+    forward = LlamaForward(base, adapter, 0.5)
+    forward.prepare()
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 200, 10)
+    (batch,) = pack([Datum.supervised(prompt, rng.integers(3, 200, 5)) for _ in range(3)], 1024)
+    ids = torch.zeros(batch.index.size, dtype=torch.int64, device=base.device)
+    for mode in (torch.enable_grad(), watch):  # what is compiled is compiled in the first
+        with mode:
+            out = forward.outputs(batch, {"logprobs": ids}, None)["logprobs"]
+            out.backward(torch.ones_like(out))
+    return watch.names
+
+
+def _adapter(base, rank=4):
+    """Make an adapter on all products of the layers and on the head."""
+    pairs = {}
+    for name, module in base.model.named_modules():
+        if name.endswith("_proj") or name == "lm_head":
+            out, width = module.weight.shape
+            pairs[name] = torch.zeros(rank, width, device=base.device), torch.zeros(out, rank, device=base.device)
+    return pairs
 
 
 class Watch(Launches):

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit._selfcheck import numbers, speed  # noqa: E402
 from rlkit.backends.local.training import _flex_attention  # noqa: E402
 from tests.backends.local import meta  # noqa: E402
+from tests.models.build import build  # noqa: E402
 
 
 @pytest.fixture
@@ -31,19 +31,19 @@ def layers(make, base, other):
 def bases(tmp_path_factory):
     """Qwen3 of two and of three layers."""
     folder = tmp_path_factory.mktemp("models")
-    return [meta.meta_base(str(numbers.build("tiny", folder / str(n), layers=n))) for n in (2, 3)]
+    return [meta.meta_base(str(build("qwen3", folder / str(n), layers=n))) for n in (2, 3)]
 
 
 @pytest.mark.parametrize(("merge", "budget"), [(True, 18), (False, 26)])
 def test_decoding_is_few_launches(bases, masked, merge, budget):
     """Norms, products, rotation, the KV cache, attention, the gated unit: of one layer, with adapters and without."""
-    number, kinds = layers(lambda base: speed.decode(base, meta.Watch(), merge=merge), *bases)
+    number, kinds = layers(lambda base: meta.decode(base, meta.Watch(), merge=merge), *bases)
     assert number <= budget, kinds
 
 
 def test_training_is_few_launches(bases, masked):
     """Forward and backward with adapters, of one layer."""
-    number, kinds = layers(lambda base: speed.train(base, meta.Watch()), *bases)
+    number, kinds = layers(lambda base: meta.train(base, meta.Watch()), *bases)
     assert number <= 120, kinds
 
 

@@ -12,7 +12,6 @@ pytest.importorskip("peft")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from rlkit._selfcheck import numbers, speed  # noqa: E402
 from rlkit.backends import _drawing  # noqa: E402
 from rlkit.backends.local.model import llama  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
@@ -21,6 +20,7 @@ from rlkit.backends.local.model.probe import logits_at  # noqa: E402
 from rlkit.backends.local.training import _flex_attention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import meta  # noqa: E402
+from tests.models.build import build  # noqa: E402
 
 MPS = torch.device("mps", 0)
 
@@ -61,10 +61,10 @@ def test_layers_are_computed_without_float64(tmp_path, monkeypatch, merge):
     monkeypatch.setattr(llama, "layer_class", lambda *_: Layer)
     meta.with_kernels(monkeypatch)
     monkeypatch.setattr(_flex_attention, "_flex_works", lambda *_: False)
-    base = meta.meta_base(str(numbers.build("tiny", tmp_path / "model")), "float32")
+    base = meta.meta_base(str(build("qwen3", tmp_path / "model")), "float32")
     with NoFloat64():
-        assert speed.decode(base, meta.Watch(), merge=merge)
-        assert speed.train(base, meta.Watch())
+        assert meta.decode(base, meta.Watch(), merge=merge)
+        assert meta.train(base, meta.Watch())
 
 
 def test_a_step_of_the_optimizer_needs_no_float64(tiny):

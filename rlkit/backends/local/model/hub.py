@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 
 from rlkit import _runtime
-from rlkit._files import synced
+from rlkit._files import sync
 from rlkit.backends.early import SMOLLM2, check_model
 from rlkit.errors import CheckpointError, UnsupportedError
 
@@ -223,7 +223,7 @@ def _seal(folder: Path, digest: str) -> None:
     """Flush every file to disk and write what ``_complete`` compares with."""
     files = {}
     for file in sorted(folder.iterdir()):
-        synced(file)
+        sync(file)
         files[file.name] = file.stat().st_size
     record = {"sha256": digest, "format": _FORMAT, "files": files}
     (folder / "source.json").write_text(json.dumps(record, indent=1), "utf-8")

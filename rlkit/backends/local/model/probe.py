@@ -53,7 +53,6 @@ __all__ = [
     "logits_at",
     "note_tried",
     "probe_of",
-    "silence",
     "trainable_linears",
     "warn_untried",
 ]
@@ -354,18 +353,13 @@ def warn_untried(device: torch.device) -> None:
         return
     _warned.add(str(device))
     warn(
-        f"this version of rlkit was not checked on this device yet; run `rlkit doctor --device {device}` (at most "
-        "ten minutes), and please send its report",
+        f"this version of rlkit was not tested on this device yet; run `rlkit doctor --device {device}`, which takes a "
+        "minute",
     )
 
 
-def silence(device: torch.device) -> None:
-    """Stop warning of it in this process: it is about to be checked."""
-    _warned.add(str(device))
-
-
 def note_tried(device: torch.device) -> None:
-    """Remember that all numbers were right on such a device, with these versions."""
+    """Remember that all tests passed on such a device, with these versions."""
     file = _note(device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

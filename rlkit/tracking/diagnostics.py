@@ -1,4 +1,4 @@
-"""A training call's diagnostics under their standard names, and values per token."""
+"""A training call's diagnostics under their standard names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, metrics
-from rlkit._files import to_json
+from rlkit import metrics
 from rlkit.errors import DataError
-from rlkit.trajectory import Group
 from rlkit.types import Datum, ForwardBackwardOutput
 
-__all__ = ["mismatch_metrics", "records", "train_metrics"]
+__all__ = ["mismatch_metrics", "train_metrics"]
 
 
 def train_metrics(
@@ -119,40 +117,3 @@ def _advantages(data: Sequence[Datum]) -> dict[str, float]:
     std = statistics.stdev(means) if len(means) > 1 else 0.0
     named = {"mean": statistics.fmean(means), "min": min(means), "max": max(means), "std": std}
     return {f"train/advantage/{which}": value for which, value in named.items()}
-
-
-def records(groups: Sequence[Group], step: int, **given: Sequence[object] | None) -> list[dict[str, object]]:
-    """Return one record per group with an entry per trajectory: a number, or one per token of the policy's.
-
-    Args:
-        groups, step: where the values belong.
-        given: name -> one entry per trajectory, over all groups; None is left out.
-
-    Raises:
-        DataError: naming the entry that does not fit.
-    """
-    named = {name: _entries(name, value, groups) for name, value in given.items() if value is not None}
-    lines: list[dict[str, object]] = []
-    start = 0
-    for group in groups if named else ():
-        stop = start + len(group)
-        record: dict[str, object] = {"step": step, "env": group.env, "index": group.index, "number": group.number}
-        lines.append(record | {name: entries[start:stop] for name, entries in named.items()})
-        start = stop
-    return lines
-
-
-def _entries(name: str, value: Sequence[object], groups: Sequence[Group]) -> list[object]:
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != len(trajectories):
-        what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.describe(value)}"
-        raise DataError(name, what, f"{len(trajectories)}", "one per trajectory, over all groups")
-    entries: list[object] = []
-    for i, (entry, trajectory) in enumerate(zip(value, trajectories, strict=True)):
-        array = _check.as_array(f"{name}[{i}]", entry, "a number, or one per token")
-        if array.shape not in ((), (trajectory.token_count,)):
-            what, expected = f"has shape {array.shape}", f"a number, or shape ({trajectory.token_count},)"
-            raise DataError(f"{name}[{i}]", what, expected, "one per token of the policy")
-        numbers = np.asarray(array, np.float64).round(6)
-        entries.append([to_json(x) for x in numbers.tolist()] if numbers.ndim else to_json(float(numbers)))
-    return entries

@@ -1,1 +1,0 @@
-"""The sub-commands of ``rlkit``, one module each: see ``rlkit.cli``."""

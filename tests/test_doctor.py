@@ -1,0 +1,100 @@
+"""``rlkit doctor``: versions, whether a key works, and the tests of a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from rlkit.cli import main
+from tests.without import without
+
+# Gradients a thousandth too large, which a comparison with another library finds.
+DOCTOR = "import sys; from rlkit.cli import main; sys.exit(main(['doctor', '--device', 'cpu']))"
+PLANT = """
+import torch
+right = torch.autograd.backward
+torch.autograd.backward = lambda tensors, gradients=None, **more: right(
+    tensors, None if gradients is None else [g * 1.001 for g in gradients], **more
+)
+"""
+
+
+def test_versions_and_the_key(capsys, monkeypatch):
+    for name in ("TINKER_API_KEY", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("rlkit ", "transformers ", "device ", "no key in TINKER_API_KEY"):
+        assert expected in printed
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    from rlkit.testing import FakeTinker
+
+    with FakeTinker(seed=0, names=("toy",)) as fake:
+        monkeypatch.setenv("TINKER_BASE_URL", fake.base_url)
+        monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
+        assert main(["doctor"]) == 0
+        assert "the key works: toy" in capsys.readouterr().out
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong-key")
+        assert main(["doctor"]) == 1
+        printed = capsys.readouterr().out
+        assert "401" in printed
+        assert "tml-wrong-key" not in printed
+        assert main(["doctor", "--offline"]) == 0
+
+
+def run(program, folder):
+    pytest.importorskip("peft")
+    options = {"env": os.environ | {"RLKIT_CACHE": str(folder)}, "cwd": folder, "check": False}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
+
+
+def test_a_cpu_passes(tmp_path):
+    """All tests run, whatever configuration of pytest lies in the folder; only the cache is written."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    done = run(DOCTOR, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.splitlines()[-1].split()[0]) >= 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checks", "devices", "pytest.ini"]
+
+
+def test_a_wrong_gradient_is_named(tmp_path):
+    """The comparison with peft fails, in one line of its own, and nothing is noted."""
+    done = run(PLANT + DOCTOR, tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [
+        line.split(" - ")[0].rpartition("::")[2] for line in done.stdout.splitlines() if line.startswith("FAILED")
+    ]
+    assert "test_gradient_is_that_of_peft" in failed
+    assert "test_logprobs_are_those_of_transformers" not in failed
+    assert not (tmp_path / "devices").exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "peft", "pytest"])
+def test_a_missing_package_is_named(package):
+    done = without([package], DOCTOR)
+    assert done.returncode == 2
+    assert f"rlkit doctor --device needs {package}: pip install" in done.stderr
+
+
+def test_a_device_that_was_not_tested_is_named_once(tmp_path, monkeypatch):
+    """By ``connect``; never after its tests have passed, and never for a CPU."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from rlkit.backends.local.model import probe
+
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
+    device = torch.device("mps", 0)
+    monkeypatch.setattr(probe, "_warned", set())
+    with pytest.warns(UserWarning, match="rlkit doctor --device mps:0"):
+        probe.warn_untried(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        probe.warn_untried(device)
+        probe.note_tried(device)
+        monkeypatch.setattr(probe, "_warned", set())
+        probe.warn_untried(device)
+        probe.warn_untried(torch.device("cpu"))
