@@ -3,7 +3,7 @@
 A change is what differs from BASE (default: the last commit that main has, too), untracked files included. It touches
 the test files that import a changed module, at any depth, also inside functions, through what ``rlkit`` re-exports
 (``rlkit.Datum``), and by the name of a registry (``connect("toy")``); the tests in the mirror of its folder
-(rlkit/runs/lock.py: tests/runs); and, for an example and a file that is not a module (a template, golden values), the
+(rlkit/runs/state.py: tests/runs); and, for an example and a file that is not a module (a template, golden values), the
 tests that name it. It does not see what a test reaches by a name that it builds. ``make test-all`` does.
 """
 

@@ -347,7 +347,7 @@ def test_a_change_touches_the_tests_that_reach_it():
     """By an import, by what the package re-exports, and by a name of a registry."""
     for changed, test in {
         "rlkit/types.py": "tests/test_types.py",
-        "rlkit/runs/_run.py": "tests/test_quickstart.py",
+        "rlkit/runs/run.py": "tests/test_quickstart.py",
         "rlkit/backends/toy.py": "tests/rollouts/test_rollout.py",
         "README.md": "tests/test_docs.py",
         "examples/quickstart.py": "tests/test_quickstart.py",

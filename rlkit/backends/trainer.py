@@ -55,7 +55,6 @@ __all__ = [
     "InProcessTrainer",
     "Inner",
     "Job",
-    "Mark",
     "PendingResult",
     "ThreadExecutor",
     "Worker",
@@ -715,9 +714,6 @@ class BaseTrainer(Resource):
         return f"<{type(self).__name__} {', '.join(filter(None, known))}>"
 
 
-Mark: TypeAlias = tuple[Future[int], int]
-
-
 class InProcessTrainer(BaseTrainer):
     """A trainer over hooks that run in one thread of this process.
 
@@ -784,25 +780,9 @@ class InProcessTrainer(BaseTrainer):
         """Drop the accumulated gradient, and accept calls again after a failure."""
         return self._queue.discard(self._drop)
 
-    # Hooks of ``rlkit.Run``, which goes back to before a step that was interrupted.
-
-    def _mark(self) -> Mark | None:
-        """Return a mark that tells whether the state has changed since this call; None where that cannot be told."""
-        return self._queue.enqueue("mark", lambda: self.version), self._seeds.count if self._seeds else 0
-
     def _give_up(self) -> None:
         """End the calls made so far, the running one after its present part, so that ``close`` does not wait long."""
         self._worker.give_up()
-
-    def _back_to(self, mark: Mark, timeout: float) -> bool:
-        """Drop the calls since ``mark``; return False if one was an optimizer step, which cannot be undone."""
-        version, requests = mark
-        self.discard().result(timeout)
-        if not version.done() or version.result() != self.version:
-            return False
-        if self._seeds is not None:
-            self._seeds.count = requests
-        return True
 
 
 class InProcessBackend(InProcessTrainer):

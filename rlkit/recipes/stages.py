@@ -17,7 +17,7 @@ from rlkit.errors import ConfigError
 from rlkit.recipes.job import Job, Policy, build_job, choose_critic
 from rlkit.recipes.loop import evaluate, train
 from rlkit.recipes.settings import Monitor, Settings, Teacher
-from rlkit.runs import Record, Retention, Run, beginning, records
+from rlkit.runs import Record, Retention, Run, checkpoints, records
 from rlkit.runs import sampler as saved_sampler
 from rlkit.tracking import Tracker
 
@@ -129,7 +129,7 @@ def _train_stage(
         raise ConfigError("continue_from_checkpoint", f"is false, but {folder} holds a run", "true, or another name")
     done = [record for record in records(folder) if record.step >= job.total] if there else []
     if done:
-        changed = beginning.changes(folder, job.config)
+        changed = checkpoints.find_changes(folder, job.config)
         if changed:
             what = f"already finished its {job.total} steps with different settings: {', '.join(changed)}"
             raise ConfigError(f"{folder} {what}; set another name= to run these")

@@ -23,7 +23,7 @@ from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.harnesses import Result, results
 from rlkit.report import _curves
 from rlkit.report.episodes import Episodes, chosen, packed
-from rlkit.tracking import mask, read_metrics, surroundings
+from rlkit.tracking import mask, read_metrics
 from rlkit.tracking.jsonl import METRICS, TRAJECTORIES, MetricsRow
 from rlkit.trajectory import Group
 
@@ -53,7 +53,7 @@ class RunFolder:
         self.unread = 0
 
     def config(self) -> object:
-        """Return the settings, keys masked; {} if they are missing or cannot be read."""
+        """Return the settings, keys mask; {} if they are missing or cannot be read."""
         try:
             config = plain(mask(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
@@ -61,8 +61,17 @@ class RunFolder:
         return config if isinstance(config, dict) else {"config": config}
 
     def settings(self) -> object:
-        """Return the settings of its policies and of their last requests, keys masked; {} where unknown."""
-        return plain(mask(surroundings.found_settings(self.path)))
+        """Return the settings of its policies and of their last requests, keys mask; {} where unknown."""
+        return self.facts("models")
+
+    def facts(self, part: str) -> object:
+        """Return the "machine" or the "models" of run.json, keys mask; {} where unknown."""
+        path = self.path / "run.json"
+        try:
+            found = json.loads(path.read_text("utf-8"))[part] if path.is_file() else {}
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return {}
+        return plain(mask(found)) if isinstance(found, dict) else {}
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return (trajectories, bytes) of each line of trajectories, without making objects of them."""
@@ -174,7 +183,7 @@ def write(
         "benchmarks": [row for each in reversed(judged) for row in _benchmarks(each)],
         "config": run.config(),
         "settings": run.settings(),
-        "surroundings": plain(mask(surroundings.found(run.path))),
+        "surroundings": run.facts("machine"),
         "index": episodes.index,
         "environments": episodes.environments,
         "endings": episodes.endings,

@@ -412,10 +412,6 @@ class AsyncRollouts(Resource):
         noted: dict[str, dict[str, object]] = {"versions": {**versions}} if versions else {}
         return {"order": self._order, **noted, **under_way}
 
-    def _idle(self) -> dict[str, dict[str, object]] | None:
-        """Return what ``state`` would, where nothing is under way, so that nothing is waited for; else None."""
-        return {"order": self._order} if not self._running and isinstance(self._policies, Snapshots) else None
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state that ``state`` was taken from; the next batch takes the policy as it is then.
 

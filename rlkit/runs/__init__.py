@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rlkit.runs._models import sampler
-from rlkit.runs._run import Run
-from rlkit.runs.record import Record, Retention, records
+from rlkit.runs.checkpoints import Record, Retention, records
+from rlkit.runs.run import Run, sampler
 
 __all__ = ["Record", "Retention", "Run", "records", "sampler"]

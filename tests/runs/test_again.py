@@ -135,7 +135,7 @@ class TestAskedAgain:
                     rlkit.ConfigError, match=r"'policy' was opened with a different .*open the run again"
                 ):
                     run.connect("toy", **options)
-            with pytest.raises(rlkit.ConfigError, match="'policy' uses the backend 'toy'"):
+            with pytest.raises(rlkit.ConfigError, match="'policy' was opened with a different backend"):
                 run.connect("local", lora=lora, seed=3)
 
     def test_generators_and_values(self, tmp_path):
@@ -193,15 +193,8 @@ class TestNothingIsLost:
             assert run.connect("toy", role="actor").version == 1
             assert run.connect("toy", role="reference", init_from=path).version == 0
 
-    @pytest.mark.parametrize("wrong", [[1.0], None, "loss", 3.0])
-    def test_what_is_no_metrics(self, tmp_path, wrong):
-        with Run(tmp_path, trackers=()) as run, pytest.raises(rlkit.DataError, match=r"log\(metrics\): got"):
-            run.log(wrong)
-
-    def test_metrics_of_no_run(self, tmp_path):
-        """A folder that is missing, or no run's, has no metrics to read; one that has logged none yet has none."""
-        for folder in (tmp_path / "nothing", tmp_path):
-            with pytest.raises(rlkit.CheckpointError, match="is not a run's folder"):
-                read_metrics(folder)
-        Run(tmp_path / "run", trackers=()).close()
-        assert read_metrics(tmp_path / "run") == []
+    def test_what_is_no_metrics(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            for wrong in ([1.0], None, "loss", 3.0):
+                with pytest.raises(rlkit.DataError, match=r"log\(metrics\): got"):
+                    run.log(wrong)

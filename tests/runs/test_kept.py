@@ -15,7 +15,7 @@ import rlkit
 from rlkit.advantages import running_baseline, running_normalization
 from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy
 from rlkit.runs import Retention, Run
-from rlkit.runs.record import decode, encode
+from rlkit.runs.state import decode, encode
 from tests.each import for_each
 
 NUMBERS = [

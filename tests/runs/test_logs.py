@@ -16,7 +16,6 @@ from rlkit import Sample, _files
 from rlkit.envs import function
 from rlkit.rollouts import rollout_sync
 from rlkit.runs import Run
-from rlkit.tracking import Jsonl, read_metrics
 from rlkit.trajectory import Group, Trajectory, Turn
 
 GROUP = Group([Trajectory([Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)])])
@@ -38,7 +37,7 @@ def play(folder, total, *, cut=None, every=1, late=False, **options):
         run.log({"train/loss": float(step)})
         run.log_trajectories([GROUP], advantages=[1.0])
         if step == cut:
-            run._lock.release()  # as the end of a process does, which closes nothing
+            run._release()  # as the end of a process does, which closes nothing
             return
         if not late:
             run.checkpoint(policy, every=every)
@@ -111,23 +110,23 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name, damage):
+def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name):
     """A file that a checkpoint counted, and that is not there as it was. The run goes on; what is whole stays."""
-    play(tmp_path, 5)
-    data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(DAMAGES[damage](data))
-    with pytest.warns(RuntimeWarning, match=rf"{name}.*lines may be lost"):
-        run = Run(tmp_path, trackers=("jsonl",))
-    run.close()
-    left = steps_of(tmp_path)
-    assert left.pop(name) == list(range(len((tmp_path / name).read_text().splitlines())))
-    assert all(steps == list(range(5)) for steps in left.values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        play(tmp_path, 6)
-    play(tmp_path, 7)  # the new checkpoint counts what there is, so it is not said again
-    assert steps_of(tmp_path)[name][-2:] == [5, 6]
+    play(tmp_path / "whole", 5)
+    for damage, damaged in DAMAGES.items():
+        folder = tmp_path / damage
+        shutil.copytree(tmp_path / "whole", folder)
+        (folder / name).write_bytes(damaged((folder / name).read_bytes()))
+        with pytest.warns(RuntimeWarning, match=rf"{name}.*lines may be lost"):
+            Run(folder, trackers=("jsonl",)).close()
+        left = steps_of(folder)
+        assert left.pop(name) == list(range(len((folder / name).read_text().splitlines()))), damage
+        assert all(steps == list(range(5)) for steps in left.values())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            play(folder, 6)
+        play(folder, 7)  # the new checkpoint counts what there is, so it is not said again
+        assert steps_of(folder)[name][-2:] == [5, 6]
 
 
 def test_going_back_to_an_older_checkpoint(tmp_path):
@@ -139,89 +138,55 @@ def test_going_back_to_an_older_checkpoint(tmp_path):
     assert steps_of(tmp_path) == {name: [0, 1, 2] for name in LOGS}
 
 
-class TestRewinding:
-    """``Jsonl.rewind`` without a place to begin at: all is read, as little as possible written."""
+def test_a_tracker_of_ones_own_needs_no_place(tmp_path):
+    """One that knows steps alone is told the step."""
 
-    def test_lines_in_any_order(self, tmp_path):
-        tracker = Jsonl(tmp_path)
-        for step in (0, 3, 1, 2, 5, 1):
-            tracker.log({"a": float(step)}, step)
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write('\n{"torn')
-        assert tracker.rewind(2) == 3
-        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 1]
-        assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
-        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    class Own:
+        told = None
 
-    def test_a_line_without_its_end_stays_a_line(self, tmp_path):
-        tracker = Jsonl(tmp_path)
-        tracker.log({"a": 0.0}, 0)
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(path.read_bytes()[:-1])
-        assert tracker.rewind(1) == 0
-        tracker.log({"a": 1.0}, 1)
-        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
+        def log(self, metrics, step): ...
+        def log_trajectories(self, groups, step): ...
+        def close(self): ...
+        def rewind(self, step, position):
+            assert position is None
+            self.told = step
 
-    @pytest.mark.parametrize("at", [{"metrics.jsonl": -1}, {"metrics.jsonl": "3"}, {"metrics.jsonl": 1.5}])
-    def test_places_that_are_none(self, tmp_path, at):
-        with pytest.raises(rlkit.CheckpointError, match=r"rewind\(position\)"):
-            Jsonl(tmp_path).rewind(0, at)
-
-    def test_a_tracker_of_ones_own_needs_no_place(self, tmp_path):
-        """One that knows steps alone is told the step."""
-
-        class Own:
-            told = None
-
-            def log(self, metrics, step): ...
-            def log_trajectories(self, groups, step): ...
-            def close(self): ...
-            def rewind(self, step, position):
-                assert position is None
-                self.told = step
-
-        for expected in (0, 2):
-            own = Own()
-            with Run(tmp_path, trackers=[own]) as run:
-                assert own.told == expected
-                for _ in run.steps(2):
-                    run.checkpoint(run.connect("toy"))
+    for expected in (0, 2):
+        own = Own()
+        with Run(tmp_path, trackers=[own]) as run:
+            assert own.told == expected
+            for _ in run.steps(2):
+                run.checkpoint(run.connect("toy"))
 
 
 class TestSeed:
-    """The seed is in run.json, and in every checkpoint."""
+    """The seed is in every checkpoint, and before the first one in run.json."""
 
-    @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"seed": 1e999}', '{"seed": 1.5}', "[" * 9000, "\ud800"])
-    def test_it_comes_from_the_checkpoint(self, tmp_path, text):
-        """Where run.json is missing or damaged; another one that is given is refused as ever."""
+    def test_it_comes_from_the_checkpoint(self, tmp_path):
+        """Whatever run.json is; it is written again. Another one that is given is refused as ever."""
         play(tmp_path, 2)
         path = tmp_path / "run.json"
-        for options in ({}, {"seed": 0}):
+        other = '{"format": 1, "seed": 9}'
+        for text in (None, other, "", "{", "[]", '{"seed": 1e999}', '{"seed": 1.5}', "[" * 9000, "\ud800"):
             path.unlink()
             if text is not None:
                 path.write_bytes(text.encode("utf-8", "surrogatepass"))
-            with (
-                pytest.warns(RuntimeWarning, match="the seed is the checkpoint's"),
-                Run(tmp_path, trackers=(), **options) as run,
-            ):
-                assert (run.seed, run.step) == (0, 2)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with Run(tmp_path, seed=0, trackers=()) as run:
+                    assert (run.seed, run.step) == (0, 2), text
+            assert len(said) == (text not in (None, other))
+            assert all("run.json is damaged, and written again" in str(each.message) for each in said)
             assert json.loads(path.read_text())["seed"] == 0
-        path.unlink()
-        with pytest.warns(RuntimeWarning), pytest.raises(rlkit.ConfigError, match="began with 0"):
+        with pytest.raises(rlkit.ConfigError, match="began with 0"):
             Run(tmp_path, seed=9, trackers=())
 
-    def test_another_runs_is_refused(self, tmp_path):
-        play(tmp_path, 2)
-        (tmp_path / "run.json").write_text('{"format": 1, "seed": 9}')
-        for options in ({}, {"seed": 0}, {"seed": 9}):
-            with pytest.raises(rlkit.CheckpointError, match="seed 9, but the checkpoint of step 2 has 0"):
-                Run(tmp_path, trackers=(), **options)
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000])
-    def test_without_a_checkpoint_it_is_refused(self, tmp_path, text):
-        (tmp_path / "run.json").write_text(text)
-        with pytest.raises(rlkit.CheckpointError, match="damaged"):
-            Run(tmp_path, trackers=())
+    def test_without_a_checkpoint_it_is_refused(self, tmp_path):
+        for text in ("", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000, "{}"):
+            (tmp_path / "run.json").write_text(text)
+            with pytest.raises(rlkit.CheckpointError, match="damaged"):
+                Run(tmp_path, trackers=())
+            assert (tmp_path / "run.json").read_text() == text
 
 
 NOTHING = {"rollout/with_signal": 0.0, "rollout/cut": 0.5}

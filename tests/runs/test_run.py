@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import errno
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
+import time
 import warnings
+import zlib
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -24,11 +28,30 @@ from rlkit.advantages import RunningBaseline
 from rlkit.backends import saves
 from rlkit.report._page import RunFolder
 from rlkit.runs import Retention, Run, records
-from rlkit.tracking.surroundings import Settings
+from rlkit.runs.checkpoints import write_json
 from tests.models.build import build
 
-FEW = rlkit.SamplingParams(max_tokens=4)
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
+PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+HANGS = """
+import hashlib, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import rlkit
+
+def wait():
+    try:
+        time.sleep(600)
+    except BaseException:
+        pass
+
+with rlkit.Run(sys.argv[1], seed=0, trackers=("jsonl",)) as run:
+    policy = run.connect("toy")
+    for step in run.steps(9):
+        if step == 2:
+            print(flush=True)
+            exec(sys.argv[2])
+        run.checkpoint(policy)
+"""
 
 
 def some_steps(folder, steps, **options):
@@ -40,11 +63,6 @@ def some_steps(folder, steps, **options):
             policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
             run.checkpoint(policy, metrics={"score": float(-abs(step - 4))})
     return run
-
-
-def contents(folder):
-    """The bytes of each file, but for the lock, which names the process that opened the run last."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 class Counter:
@@ -94,38 +112,24 @@ class TestKeeping:
             assert again["own"].count == 10
             assert again["dict"]["x", 2] == [1, (2, 3)]
 
-    @pytest.mark.parametrize(
-        "kept",
-        [
-            *(3, "text", None, object(), {"a": object()}, [b"bytes"], {"a": np.array([object()])}),
-            rlkit.Adam(),  # frozen
-            {"baseline": RunningBaseline()},  # it would come back as a dict
-        ],
-    )
-    def test_what_can_not_be_kept(self, tmp_path, kept):
-        with Run(tmp_path, trackers=()) as run, pytest.raises(rlkit.ConfigError, match="kept"):
-            run.keep("kept", kept)
+    def test_what_can_not_be_kept(self, tmp_path):
+        plain = (3, "text", None, object(), {"a": object()}, [b"bytes"], {"a": np.array([object()])})
+        frozen, nested = rlkit.Adam(), {"baseline": RunningBaseline()}  # the second would come back as a dict
+        with Run(tmp_path, trackers=()) as run:
+            for kept in (*plain, frozen, nested):
+                with pytest.raises(rlkit.ConfigError, match="kept"):
+                    run.keep("kept", kept)
 
-    @pytest.mark.parametrize("backend", ["toy", "local"])
-    def test_a_policy_that_is_not_finite_is_never_saved(self, tmp_path, backend):
+    def test_a_policy_that_is_not_finite_is_never_saved(self, tmp_path):
         """Whatever made it so: the checkpoint before stays, and is what the next run goes on from."""
-        options = {}
-        if backend == "local":
-            pytest.importorskip("peft")
-            options = {"model": str(build("llama", tmp_path / "model")), "lora": rlkit.Lora(rank=2)}
         with Run(tmp_path / "run", seed=0, trackers=(), retention=Retention(last=1)) as run:
-            policy = run.connect(backend, **options)
+            policy = run.connect("toy")
             run.checkpoint(policy)
-            for rate in (3e38, 3e38):
-                with contextlib.suppress(rlkit.BackendError):  # a step that sees it refuses
-                    policy.forward_backward([rlkit.Datum([5, 6, 7], [0, 1, 1])], "cross_entropy").result()
-                    policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
-            if backend == "toy":  # in float64 there is room for more
-                policy._weights.value[0] = np.inf
+            policy._weights.value[0] = np.inf
             with pytest.raises(rlkit.CheckpointError, match="not finite"):
                 run.checkpoint(policy)
         with Run(tmp_path / "run", trackers=()) as run:
-            assert run.connect(backend, **options).version == 0
+            assert run.connect("toy").version == 0
         assert not [path for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
 
     def test_another_object_under_the_name(self, tmp_path):
@@ -153,6 +157,20 @@ class TestKeeping:
         with Run(tmp_path, trackers=()) as run:
             assert run.keep("old", {}) == {"a": 1}
 
+    def test_what_a_seed_gives_is_data(self, tmp_path):
+        """Names and their order in seeds never change, or no run could be repeated."""
+
+        def stream(name):
+            return np.random.SeedSequence(5, spawn_key=(zlib.crc32(name),))
+
+        with Run(tmp_path, seed=5, trackers=()) as run:
+            assert run.rng("mine").normal() == np.random.default_rng(stream(b"mine")).normal()
+            for role in ("policy", "other"):
+                expected = stream(f"connect/{role}".encode()).generate_state(1, np.uint32)[0]
+                assert run.connect("toy", role=role)._seeds.entropy == expected
+            assert run.batch(range(7), 3) == [5, 2, 0]
+            assert run.batch(range(7), 3, name="other") == [2, 5, 1]
+
     def test_batches_cover_the_data(self, tmp_path):
         with Run(tmp_path, seed=3, trackers=()) as run:
             items, seen = list(range(10)), []
@@ -166,24 +184,6 @@ class TestKeeping:
             with pytest.raises(rlkit.ConfigError, match="is empty"):
                 run.batch([], 2)
 
-    @pytest.mark.parametrize("order", [{}, {"order": 1}])
-    def test_a_run_of_an_earlier_version_is_refused(self, tmp_path, order):
-        """With what to do, whatever came after; no file is changed, and its weights can begin another run."""
-        some_steps(tmp_path / "old", 2)
-        newest = max((tmp_path / "old" / "checkpoints").iterdir())
-        policy = records(tmp_path / "old")[-1].policy("policy")
-        _, state = saves.read(newest, backend="run")
-        shutil.rmtree(newest)
-        saves.write(newest.parent, "step-00000002", lambda _: {k: v for k, v in state.items() if k != "order"} | order)
-        before = contents(tmp_path / "old")
-        said = f"of an earlier rlkit.*finish the run with that version, or start .*init_from={re.escape(repr(policy))}"
-        for _ in range(2):
-            with pytest.raises(rlkit.CheckpointError, match=said):
-                Run(tmp_path / "old", trackers=["jsonl"], config={"other": 1})
-        assert contents(tmp_path / "old") == before
-        with Run(tmp_path / "new", trackers=()) as run:
-            assert run.connect("toy", init_from=policy).version == 0
-
 
 class TestFolder:
     def test_modes_and_names(self, tmp_path):
@@ -194,26 +194,38 @@ class TestFolder:
             assert not mode & 0o077, (path, oct(mode))
 
     def test_one_writer(self, tmp_path):
-        code = f"import rlkit.runs; rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
-        with Run(tmp_path, trackers=()):
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-            assert done.returncode == 1
-            assert f"in use by process {os.getpid()}" in done.stderr
-        with Run(tmp_path, trackers=()):
-            pass
+        """Another process is refused, and named the holder; a thread may close the run, and a killed holder is none."""
+        opens = f"import rlkit.runs; run = rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
+        with subprocess.Popen(
+            [sys.executable, "-c", f"{opens}; print(flush=True); import time; time.sleep(600)"], **PIPES
+        ) as holder:
+            holder.stdout.readline()
+            with pytest.raises(rlkit.ConfigError, match=f"in use by process {holder.pid}; a run has one writer"):
+                Run(tmp_path, trackers=())
+            holder.kill()
+        run = Run(tmp_path, trackers=())
+        refused = subprocess.run([sys.executable, "-c", opens], **PIPES, check=False)
+        assert refused.returncode == 1
+        assert f"in use by process {os.getpid()}; a run has one writer" in refused.stderr
+        thread = threading.Thread(target=run.close)
+        thread.start()
+        thread.join()
+        subprocess.run([sys.executable, "-c", opens], check=True)
 
-    def test_a_damaged_config_costs_a_warning(self, tmp_path):
-        """Nothing goes on from it: the run does, and writes it anew."""
-        with Run(tmp_path, seed=0, config={"a": {"b": 1}}, trackers=()):
-            pass
-        (tmp_path / "config.json").write_text('{"a": ')
-        with (
-            pytest.warns(RuntimeWarning, match=r"config\.json is damaged"),
-            Run(tmp_path, config={"a": {"b": 2}}, trackers=()) as run,
-        ):
-            assert run.seed == 0
-        with pytest.warns(RuntimeWarning, match=r"has changed: a\.b from 2 to 3$"):
-            Run(tmp_path, config={"a": {"b": 3}}, trackers=()).close()
+    @pytest.mark.parametrize("end", ["sys.exit()", "run.close(); os._exit(0)", "del run; gc.collect(); os._exit(0)"])
+    def test_the_end_of_a_forked_child_frees_nothing(self, tmp_path, end):
+        code = f"""
+            import gc, os, subprocess, sys, rlkit.runs
+            opens = "import rlkit.runs; rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
+            run = rlkit.runs.Run({str(tmp_path)!r}, trackers=())
+            child = os.fork()
+            if child == 0:
+                {end}
+            os.waitpid(child, 0)
+            print(subprocess.run([sys.executable, "-c", opens], capture_output=True, text=True).stderr)
+        """
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], **PIPES, check=False)
+        assert "in use by process" in done.stdout, done.stderr
 
     def test_seed_is_remembered(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:
@@ -222,55 +234,35 @@ class TestFolder:
             assert run.seed == seed
         with pytest.raises(rlkit.ConfigError, match="began with"):
             Run(tmp_path, seed=seed + 1, trackers=())
-        with Run(tmp_path, trackers=()):
-            pass  # the refused one holds no lock
 
     def test_config_that_changes(self, tmp_path):
+        """Is warned of, and no reason to refuse; neither is a damaged one."""
+
         @attrs.frozen
         class Config:
             rate: float = 1e-4
             api_key: str = "tml-canary-0123456789"
 
-        with Run(tmp_path, config=Config(), trackers=()):
-            pass
+        Run(tmp_path, config=Config(), trackers=()).close()
         assert "canary" not in (tmp_path / "config.json").read_text()
-        with pytest.warns(RuntimeWarning, match="rate"), Run(tmp_path, config={"rate": 1e-3}, trackers=()):
-            pass
-        with pytest.raises(rlkit.ConfigError, match="config"):
-            Run(tmp_path, config=3, trackers=())
+        with pytest.warns(RuntimeWarning, match=r"has changed: a from None to .*, rate from 0.0001 to 1$"):
+            Run(tmp_path, config={"rate": 1, "a": {"b": 1}}, trackers=()).close()
+        (tmp_path / "config.json").write_text('{"a": ')
+        with pytest.warns(RuntimeWarning, match=r"config\.json is damaged"):
+            Run(tmp_path, config={"a": {"b": 2}}, trackers=()).close()
+        with pytest.warns(RuntimeWarning, match=r"has changed: a\.b from 2 to 3$"):
+            Run(tmp_path, config={"a": {"b": 3}}, trackers=()).close()
 
-    @pytest.mark.parametrize(
-        "options", [{"grace": -1}, {"retention": 3}, {"seed": -1}, {"seed": "x"}, {"config": 3}, {"trackers": 3}]
-    )
-    def test_bad_options(self, tmp_path, options):
-        with pytest.raises(rlkit.ConfigError):
-            Run(tmp_path / "x" / "y", **{"trackers": (), **options})
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.parametrize(
-        ("before", "left"),
-        [
-            (lambda run: None, []),
-            (lambda run: run.connect("toy", role="other"), []),
-            (lambda run: (run.folder.parent / "mine").mkdir(), ["mine"]),
-            (lambda run: run.connect("toy", role="other").save("x").result(), ["run"]),
-            (lambda run: run.log({"a": 1.0}), ["run"]),
-            (lambda run: next(run.steps(2)), ["run"]),
-        ],
-    )
-    def test_refused_before_the_first_step(self, tmp_path, before, left):
-        """The folders that were made for it are gone, unless there is something in them."""
-        above = tmp_path / "new" / "above"
-        run = Run(above / "run", seed=0, config={"a": 1})
-        before(run)
-        with pytest.raises(rlkit.UnknownNameError), run:
-            run.connect("nothing")
-        assert (sorted(path.name for path in above.iterdir()) if left else list(tmp_path.iterdir())) == left
-
-    def test_refused_where_there_was_a_folder(self, tmp_path):
-        with pytest.raises(rlkit.UnknownNameError), Run(tmp_path, seed=0) as run:
-            run.connect("nothing")
-        assert tmp_path.exists()
+    def test_bad_options(self, tmp_path):
+        wrong = [{"retention": 3}, {"seed": -1}, {"seed": "x"}, {"config": 3}, {"trackers": 3}, {"trackers": "jsonl"}]
+        for options in (*wrong, {"folder": ""}):
+            with pytest.raises(rlkit.ConfigError):
+                Run(**{"folder": tmp_path, "trackers": (), **options})
+        with Run(tmp_path, trackers=()) as run:  # the refused ones hold no lock
+            run.connect("toy")
+            for call, what in ((lambda: run.checkpoint(every=0), "every"), (lambda: next(run.steps(-1)), "total")):
+                with pytest.raises(rlkit.ConfigError, match=what):
+                    call()
 
     def test_closing_ends_the_loop(self, tmp_path):
         """The step in progress is the last one, whatever the total."""
@@ -282,69 +274,49 @@ class TestFolder:
                     run.close()
         assert steps == [0, 1]
 
-    def test_bad_calls(self, tmp_path):
-        with pytest.raises(rlkit.ConfigError, match="folder"):
-            Run("", trackers=())
-        with Run(tmp_path, trackers=()) as run:
-            run.connect("toy")
-            with pytest.raises(rlkit.ConfigError, match=r"a different max_length=.*role="):
-                run.connect("toy", max_length=99)
-            with pytest.raises(rlkit.ConfigError, match="every"):
-                run.checkpoint(every=0)
-            with pytest.raises(rlkit.ConfigError, match="total"):
-                next(run.steps(-1))
-
-    @pytest.mark.parametrize(
-        "name", ["../x", "/etc/x", "a/b", "..", "a\0b", "x" * 300, "~", "$HOME", "a\nb", ".x", "ü"]
-    )
-    def test_names_are_no_paths(self, tmp_path, name):
+    def test_names_are_no_paths(self, tmp_path):
         """A name is anything; what is written is in the run's folder, under names of the library's."""
-        (tmp_path / "near").mkdir()
-        for _ in range(2):
-            with Run(tmp_path / "near" / "run", seed=0, trackers=()) as run:
-                policy = run.connect("toy", role=name)
-                kept = run.keep(name, {"n": run.step})
-                assert kept == {"n": 0}
-                assert run.value(name, lambda: 7) == 7
-                run.rng(name).normal()
-                assert run.batch([1, 2], 2, name=name)
-                run.checkpoint(**{name: policy})
-        assert sorted(p.name for p in tmp_path.rglob("*") if "run" not in p.relative_to(tmp_path).parts) == ["near"]
-        assert all(path.name.isascii() and len(path.name) < 50 for path in tmp_path.rglob("*"))
+        for name in ("../x", "/etc/x", "a/b", "..", "a\0b", "x" * 300, "~", "$HOME", "a\nb", ".x", "ü"):
+            shutil.rmtree(tmp_path / "near", ignore_errors=True)
+            for _ in range(2):
+                with Run(tmp_path / "near" / "run", seed=0, trackers=()) as run:
+                    policy = run.connect("toy", role=name)
+                    assert run.keep(name, {"n": 0}) == {"n": 0}
+                    assert run.value(name, lambda: 7) == 7
+                    run.rng(name).normal()
+                    assert run.batch([1, 2], 2, name=name)
+                    run.checkpoint(**{name: policy})
+            assert [path.name for path in (*tmp_path.iterdir(), *(tmp_path / "near").iterdir())] == ["near", "run"]
+            assert all(path.name.isascii() and len(path.name) < 50 for path in tmp_path.rglob("*")), name
 
-    @pytest.mark.parametrize("name", ["", None, 3, ["x"], b"x", "a\ud800", {}])
-    def test_what_is_no_name(self, tmp_path, name):
+    def test_what_is_no_name(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:
-            for call in (
-                lambda: run.connect("toy", role=name),
-                lambda: run.keep(name, {}),
-                lambda: run.rng(name),
-                lambda: run.value(name, int),
-                lambda: run.batch([1], 1, name=name),
-            ):
-                with pytest.raises(rlkit.ConfigError, match="name"):
-                    call()
+            for name in ("", None, 3, ["x"], b"x", "a\ud800", {}):
+                for call in (
+                    lambda name: run.connect("toy", role=name),
+                    lambda name: run.keep(name, {}),
+                    run.rng,
+                    lambda name: run.value(name, int),
+                    lambda name: run.batch([1], 1, name=name),
+                ):
+                    with pytest.raises(rlkit.ConfigError, match="name"):
+                        call(name)
 
-    @pytest.mark.parametrize("path", ["../other", "policies/../../other", "ABSOLUTE", "policies", ".", ""])
-    def test_checkpoints_that_name_what_is_not_theirs(self, tmp_path, path):
+    def test_checkpoints_that_name_what_is_not_theirs(self, tmp_path):
         """A checkpoint from elsewhere, checksums right, cannot have another folder removed."""
-        other = tmp_path / "other"
+        other, checkpoints = tmp_path / "other", tmp_path / "run" / "checkpoints"
         some_steps(tmp_path / "source", 1)
-        source = next((tmp_path / "source" / "policies").iterdir())
-        source.rename(other)
-        policy = str(other) if path == "ABSOLUTE" else path
+        next((tmp_path / "source" / "policies").iterdir()).rename(other)
         some_steps(tmp_path / "run", 1)
-        for old in (tmp_path / "run" / "checkpoints").iterdir():
-            shutil.rmtree(old)
-        state = {"backend": "run", "step": 0, "policies": {"policy": policy}, "kept": {}, "metrics": {}, "seed": 0}
-        state["order"] = 2
-        saves.write(tmp_path / "run" / "checkpoints", "step-00000000", lambda _: state)
-        if path != "ABSOLUTE":
-            with pytest.warns(RuntimeWarning, match="not a path in the run"), pytest.raises(rlkit.CheckpointError):
-                Run(tmp_path / "run", trackers=())
-        else:
-            some_steps(tmp_path / "run", 4)
-            assert [record.step for record in records(tmp_path / "run")] == [3, 4]
+        for path in ("../other", "policies/../../other", "policies", ".", "", str(other)):
+            shutil.rmtree(checkpoints)
+            state = {"backend": "run", "step": 0, "policies": {"policy": path}, "kept": {}, "metrics": {}, "seed": 0}
+            saves.write(checkpoints, "step-00000000", lambda _, state=state: state)
+            if path != str(other):
+                with pytest.warns(RuntimeWarning, match="not a path in the run"), pytest.raises(rlkit.CheckpointError):
+                    Run(tmp_path / "run", trackers=())
+        some_steps(tmp_path / "run", 4)
+        assert [record.step for record in records(tmp_path / "run")] == [3, 4]
         assert (other / "state.json").exists()
 
 
@@ -374,33 +346,20 @@ class TestDamage:
             assert run.step == 3
             assert run.connect("toy").version == 3
 
-    def test_every_flip_is_found(self, tmp_path):
-        """200 single bits and truncations, in every file of the newest checkpoint: all found."""
-        some_steps(tmp_path, 2, retention=Retention(last=2))
-        newest = records(tmp_path)[-1]
-        files = [
-            p
-            for folder in (newest.path, tmp_path / newest.policies["policy"])
-            for p in folder.rglob("*")
-            if p.is_file()
-        ]
-        rng = np.random.default_rng(0)
-        missed = 0
-        for k in range(200):
-            path = files[k % len(files)]
-            whole = path.read_bytes()
-            if k % 5 == 4:
-                path.write_bytes(whole[: rng.integers(len(whole))])
-            else:
-                broken = bytearray(whole)
-                broken[rng.integers(len(broken))] ^= 1 << int(rng.integers(8))
-                path.write_bytes(broken)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                missed += [record.step for record in records(tmp_path)] != [1]
-            path.write_bytes(whole)
-        assert missed == 0
-        assert [record.step for record in records(tmp_path)] == [1, 2]
+    def test_a_checkpoint_that_is_removed_while_it_is_read(self, tmp_path, monkeypatch):
+        """The newer one is found, and nothing is said."""
+        some_steps(tmp_path, 1, retention=Retention(last=1))
+        real = rlkit.runs.checkpoints.read
+
+        def read(path):
+            monkeypatch.undo()
+            some_steps(tmp_path, 2, retention=Retention(last=1))
+            return real(path)
+
+        monkeypatch.setattr(rlkit.runs.checkpoints, "read", read)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [record.step for record in records(tmp_path)] == [2]
 
     def test_what_was_cut_off_is_tidied(self, tmp_path):
         some_steps(tmp_path, 2)
@@ -453,10 +412,35 @@ class TestDamage:
         def refused(*args):
             raise OSError("read-only")
 
-        monkeypatch.setattr(rlkit.runs.record, "tidy", refused)
+        monkeypatch.setattr(rlkit.runs.checkpoints, "remove_leftovers", refused)
         with pytest.warns(RuntimeWarning, match="could not be removed: read-only"):
             some_steps(tmp_path, 1)
         assert [record.step for record in records(tmp_path)] == [1]
+
+    @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
+    def test_syncing_that_fails_is_no_small_matter(self, tmp_path, monkeypatch, code):
+        def refused(descriptor):
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+        some_steps(tmp_path, 2)
+        monkeypatch.setattr(os, "fsync", refused)
+        with pytest.raises(rlkit.CheckpointError):
+            some_steps(tmp_path, 3)
+        monkeypatch.undo()
+        some_steps(tmp_path, 3)
+        assert [record.step for record in records(tmp_path)] == [2, 3]
+
+    def test_a_policy_that_cannot_be_loaded(self, tmp_path):
+        """Its checksums are right, its content is not: nothing falls back in silence, and what to do is said."""
+        some_steps(tmp_path, 2)
+        for step, remedy in ((2, "to resume from step 1, remove .*step-00000002"), (1, "use another folder")):
+            newest, state = records(tmp_path)[-1], {"backend": "toy", "version": step}
+            path = Path(newest.policy("policy"))
+            shutil.rmtree(path)
+            saves.write(path.parent, "x", lambda at, x=state: (at / "toy.npz").write_bytes(b"x") and x).rename(path)
+            with Run(tmp_path, trackers=()) as run, pytest.raises(rlkit.CheckpointError, match=remedy):
+                run.connect("toy")
+            shutil.rmtree(newest.path)
 
     def test_folders_that_the_system_refuses(self, tmp_path):
         (tmp_path / "file").write_text("")
@@ -465,7 +449,7 @@ class TestDamage:
 
 
 class TestStopping:
-    """The first signal lets a step finish and be saved; what hangs is abandoned, wherever the main thread waits."""
+    """The first signal lets a step finish and be saved; the second ends the process, wherever it waits."""
 
     @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
     def test_the_step_is_finished_and_saved(self, tmp_path, number, raised):
@@ -485,9 +469,8 @@ class TestStopping:
             assert ended.value.code == 143
 
     def test_the_first_ctrl_c_gives_a_step_all_its_time_and_says_so(self, tmp_path, capsys):
-        """Unlike SIGTERM, whose grace this is."""
         late = threading.Event()
-        with Run(tmp_path, trackers=(), grace=0.0) as run, pytest.raises(KeyboardInterrupt, match="before step 2"):  # noqa: PT012
+        with Run(tmp_path, trackers=()) as run, pytest.raises(KeyboardInterrupt, match="before step 2"):  # noqa: PT012
             policy = run.connect("toy")
             for step in run.steps(9):
                 if step == 1:
@@ -495,7 +478,8 @@ class TestStopping:
                     threading.Timer(0.1, late.set).start()
                     assert late.wait(60.0)
                 run.checkpoint(policy, every=100)
-        assert "finishing step 1, then saving; Ctrl-C again to stop now" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.count("finishing the step, then saving; press Ctrl-C again to stop now\n") == 1
         assert [record.step for record in records(tmp_path)] == [2]
 
     def test_a_signal_behind_the_checkpoint_call_saves_the_step_too(self, tmp_path):
@@ -506,64 +490,78 @@ class TestStopping:
                 os.kill(os.getpid(), signal.SIGINT)
         assert [record.step for record in records(tmp_path)] == [1]
 
-    @pytest.mark.parametrize("second", [False, True])
-    def test_a_step_that_hangs_is_abandoned(self, tmp_path, second):
-        """By a second signal, or after the grace."""
-        never = threading.Event()
-        late = threading.Timer(60.0, never.set)
-        late.start()
-        with Run(tmp_path, trackers=(), grace=60.0 if second else 0.1) as run:
-            policy = run.connect("toy")
-            run.checkpoint(policy)
-            with pytest.raises(KeyboardInterrupt, match="last checkpoint: step 0; step 0 will be repeated"):  # noqa: PT012
-                for _ in run.steps(9):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    if second:
-                        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
-                    never.wait()
-        assert not never.is_set()
-        late.cancel()
+    @pytest.mark.parametrize(
+        ("number", "hangs"),
+        [
+            (signal.SIGINT, "time.sleep(600)"),
+            (signal.SIGTERM, "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"),  # minutes in native code
+            (signal.SIGTERM, "ThreadPoolExecutor().submit(time.sleep, 600).result()"),  # Python waits for its thread
+            (signal.SIGINT, "[wait() for _ in range(9)]"),  # goes on after an interruption
+        ],
+    )
+    def test_a_second_signal_ends_the_process(self, tmp_path, number, hangs):
+        """At once or within 5 s; the folder is free, and its checkpoint whole."""
+        with subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path), hangs], **PIPES) as process:
+            process.stdout.readline()
+            time.sleep(0.1)
+            process.send_signal(number)
+            began = time.monotonic()
+            process.stderr.readline()
+            assert "finishing the step, then saving" in process.stderr.readline()
+            assert time.monotonic() - began < 3
+            assert process.poll() is None
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+            assert process.wait(60)
+            assert time.monotonic() - began < 5 + 5  # the second 5: for a busy machine
+        assert "step 2 is abandoned; the run resumes with step 2" in said
+        assert "Traceback" not in said
         with Run(tmp_path, trackers=()) as run:
-            assert run.step == 0
-            assert run.record is not None
+            assert run.step == 2
 
-    @staticmethod
-    def drawn(folder, *, twice_at=None, moved=False):
-        """Train with samples and numbers that depend on all before; two signals in one step. Returns all of them."""
-        numbers = []
-        with Run(folder, seed=0, trackers=("jsonl",)) as run:
-            policy, rng = run.connect("toy"), run.rng("mine")
-            for step in run.steps(3):
-                numbers.append(
-                    (rng.integers(1000), policy.sampler().result().sample([65], FEW, n=2).result()[0].tokens[0])
-                )
-                run.log({"x": float(numbers[-1][0])})
-                policy.forward_backward(DATA, "cross_entropy")
-                if moved:
-                    policy.optim_step(rlkit.Adam(learning_rate=0.5)).result()
-                if step == twice_at:
+    @pytest.mark.parametrize("saved", [1, 2])
+    def test_the_process_of_a_notebook_stays(self, tmp_path, monkeypatch, saved):
+        """There the second signal is an exception alone, which says where the run resumes."""
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        monkeypatch.setattr(rlkit.runs.run, "_PATIENCE", 0.0)
+        said = f"SIGINT: step 2 is abandoned; the run resumes with step {saved}"
+        with Run(tmp_path, trackers=()) as run, pytest.raises(KeyboardInterrupt, match=said):  # noqa: PT012
+            policy = run.connect("toy")
+            for step in run.steps(9):
+                if step == 2:
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGINT)
-                if not moved:
-                    policy.optim_step(rlkit.Adam(learning_rate=0.5))
-                run.checkpoint(policy, every=100)
-            return numbers, policy.forward(DATA).result().logprobs[0].tolist()
+                if step < saved:
+                    run.checkpoint(policy)
+        with Run(tmp_path, trackers=()) as run:
+            assert run.step == saved
 
-    @pytest.mark.parametrize("moved", [False, True])
-    def test_the_last_whole_step_of_an_abandoned_one_is_saved(self, tmp_path, moved):
-        """Where the policy has not moved since; what follows is what would have followed, to the last bit."""
-        expected = self.drawn(tmp_path / "through", moved=moved)
-        lost = "steps 0-1" if moved else "step 1"
-        with pytest.raises(KeyboardInterrupt, match=f"SIGINT: step 1 is abandoned; .*; {lost} will be repeated"):
-            self.drawn(tmp_path / "cut", twice_at=1, moved=moved)
-        assert [record.step for record in records(tmp_path / "cut")] == ([] if moved else [1])
-        numbers, logprobs = self.drawn(tmp_path / "cut", moved=moved)
-        assert (numbers, logprobs) == (expected[0][0 if moved else 1 :], expected[1])
-        rows = [(row["step"], row["metrics"]["x"]) for row in rlkit.tracking.read_metrics(tmp_path / "cut")]
-        assert rows == [(step, float(number)) for step, (number, _) in enumerate(expected[0])]
+    def test_signals_of_a_forked_child_are_not_the_runs(self, tmp_path):
+        """It ends as it would have, and the run does not."""
+        with Run(tmp_path, trackers=()) as run:
+            for _ in run.steps(2):
+                child = os.fork()
+                if child == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                time.sleep(0.05)
+                os.kill(child, signal.SIGTERM)
+                assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert run.step == 2
+
+    def test_an_event_loop_still_gets_its_signals(self, tmp_path):
+        async def main():
+            told = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+            with Run(tmp_path, trackers=()) as run:
+                for _ in run.steps(1):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    await asyncio.wait_for(told.wait(), 60)
+
+        asyncio.run(main())
 
     def test_a_stop_that_nothing_catches_is_one_line(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr("gc.freeze", lambda: None)  # of a process that ends
         monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
         with pytest.raises(KeyboardInterrupt) as stopped, Run(tmp_path, trackers=()) as run:  # noqa: PT012
             for _ in run.steps(9):
@@ -574,27 +572,17 @@ class TestStopping:
         assert capsys.readouterr().err == "rlkit: stopped before step 1; run again to continue\na traceback\n"
 
 
-def test_a_run_that_is_closed_in_its_loop_gives_no_further_step(tmp_path):
-    """As where another cell of a notebook, or a callback, opens the folder again."""
-    with Run(tmp_path, trackers=()) as run:
-        run.connect("toy")
-        done = []
-        for step in run.steps(9):
-            done.append(step)
-            if step == 1:
-                run.close()
-    assert done == [0, 1]
-
-
 class TestSettings:
     """What a run was made with is kept without being typed into ``config=``."""
 
     def test_the_policy_and_what_was_last_asked_of_it(self, tmp_path):
-        kept = tmp_path / "run" / "settings.json"
+        def read_models():
+            return json.loads((tmp_path / "run" / "run.json").read_text())["models"]
+
         with Run(tmp_path / "run", seed=0, config={}, trackers=()) as run:
             policy = run.connect("local", model=str(build("llama", tmp_path / "model")), lora=rlkit.Lora(rank=2))
             critic = run.critic("toy", tokenizer=policy.tokenizer)
-            made = json.loads(kept.read_text())
+            made = read_models()
             assert made["policy"]["options"]["lora"]["rank"] == made["policy"]["lora"]["rank"] == 2
             assert (made["policy"]["dtype"], made["policy"]["device"]) == ("float32", "cpu")
             assert made["critic"]["backend"] == "toy"
@@ -604,7 +592,7 @@ class TestSettings:
                 policy.forward_backward(DATA, "cross_entropy")
                 policy.optim_step(rlkit.Adam(learning_rate=0.125)).result()
                 run.checkpoint()
-        last = json.loads(kept.read_text())["policy"]
+        last = read_models()["policy"]
         assert last["last loss"]["name"] == "cross_entropy"
         assert last["last optimizer step"]["learning_rate"] == 0.125
         assert last["last sampling"]["max_tokens"] == 3
@@ -612,15 +600,29 @@ class TestSettings:
         assert page["policy"]["last loss"] == {"name": "cross_entropy"}
         assert critic.version == 0
 
-    def test_other_settings_are_no_reason_to_refuse_and_damaged_ones_are_not_read(self, tmp_path):
-        for length, damage in ((64, False), (128, True)):
-            with Run(tmp_path, seed=0, config={}, trackers=()) as run:
+    def test_other_options_are_no_reason_to_refuse(self, tmp_path):
+        """Neither is a run.json that is gone or damaged, where a checkpoint has the seed."""
+        for length, damage in ((64, None), (128, "["), (256, "gone"), (512, None)):
+            with warnings.catch_warnings(), Run(tmp_path, config={}, trackers=()) as run:
                 policy = run.connect("toy", max_length=length)
-                assert json.loads((tmp_path / "settings.json").read_text())["policy"]["max_length"] == length
+                facts = json.loads((tmp_path / "run.json").read_text())
+                assert (facts["seed"], facts["models"]["policy"]["max_length"]) == (run.seed, length)
                 run.checkpoint(policy)
-            if damage:
-                (tmp_path / "settings.json").write_text("[")
+            if damage == "gone":
+                (tmp_path / "run.json").unlink()
+            elif damage:
+                (tmp_path / "run.json").write_text(damage)
                 assert RunFolder(tmp_path).settings() == {}
+                warnings.simplefilter("ignore", RuntimeWarning)
+
+    def test_the_machine(self, tmp_path):
+        """Of this start; what it was connected to before stays."""
+        for _ in range(2):
+            Run(tmp_path, config={}, trackers=()).close()
+        facts = json.loads((tmp_path / "run.json").read_text())
+        assert facts["machine"]["versions"]["numpy"] == np.__version__
+        assert {"command", "python", "system", "started"} <= facts["machine"].keys()
+        assert RunFolder(tmp_path).facts("machine") == facts["machine"]
 
     def test_keys_are_not_written(self, tmp_path):
         """Neither of an option nor of an object's fields."""
@@ -630,7 +632,8 @@ class TestSettings:
             url: str
             api_key: str
 
-        Settings(tmp_path).note({"policy": {"api_key": "hush-hush", "sampler": Server("http://a", "hush"), "f": build}})
-        written = (tmp_path / "settings.json").read_text()
+        options = {"api_key": "hush-hush", "sampler": Server("http://a", "hush"), "f": build}
+        write_json(tmp_path / "run.json", {"policy": options})
+        written = (tmp_path / "run.json").read_text()
         assert "hush" not in written
         assert json.loads(written)["policy"]["f"] == "build"

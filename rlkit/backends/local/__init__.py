@@ -37,7 +37,7 @@ from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.options import LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.samplers import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
-from rlkit.backends.trainer import InProcessBackend, Job, Mark, assemble_output
+from rlkit.backends.trainer import InProcessBackend, Job, assemble_output
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.losses.prepare import PreparedLoss
@@ -283,9 +283,6 @@ class LocalBackend(InProcessBackend):
 
     def _facts(self) -> dict[str, object]:
         return {**self._settings, "device": str(self.base.device), "lora": self._policy.lora, **super()._facts()}
-
-    def _mark(self) -> Mark | None:
-        return super()._mark() if self._ranks is None else None  # other processes may have begun: that cannot be undone
 
     def _drop(self) -> None:
         (self._ranks or self._trainer).clear()

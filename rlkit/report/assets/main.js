@@ -50,7 +50,7 @@ const settingsTable = (about) => {
   };
   return [listed(about.config),
     Object.keys(about.settings).length > 0 && h("h2", { class: "part" }, "What it trained"), listed(about.settings),
-    !Object.keys({ ...about.config, ...about.settings }).length && h("p", { class: "hint" }, "This run kept no settings (config.json, settings.json)."),
+    !Object.keys({ ...about.config, ...about.settings }).length && h("p", { class: "hint" }, "This run kept no settings (config.json, run.json)."),
     Object.keys(about.surroundings).length > 0 && h("h2", { class: "part" }, "What it ran on"), listed(about.surroundings), h("p", { class: "hint" }, `Written by rlkit ${about.rlkit}. Keys and passwords are left out.`)];
 };
 
