@@ -111,7 +111,7 @@ def _describe_run(rows: Sequence[MetricsRow]) -> str:
     """Return how many steps a run made, and how long that took; later evaluations of its checkpoints are no part."""
     own = [row for row in rows if not all(name.startswith("eval/") for name in row["metrics"])] or rows
     seconds = max((row["time"] for row in own), default=0.0) - min((row["time"] for row in own), default=0.0)
-    return f"{max((row['step'] for row in own), default=-1) + 1} steps in {seconds / 60:.3g} min"
+    return f"{max((row['step'] for row in own), default=-1) + 1} steps in {seconds / 60:.1f} min"
 
 
 def _compare(paths: Iterable[Path], name: str) -> dict[str, list[str]]:
@@ -241,6 +241,8 @@ class _Trajectories:
         newest = max((int(turn.sample.token_versions.max(initial=0)) for turn in turns), default=oldest)
         record: Any = {
             "messages": [_read_message(message) for message in trajectory.messages],
+            "env": trajectory.env,
+            "ended": trajectory.ended or "ended",
             "tags": trajectory.tags,
             "metrics": trajectory.metrics,
             "failures": [f"{failure.kind}: {failure.message}" for failure in group.failures],
@@ -258,8 +260,8 @@ class _Trajectories:
         question = [message["content"] for message in asked]
         cut = any(turn.stop_reason == "length" for turn in turns)
         row: tuple[object, ...] = (
-            *(run, group.step, redact(trajectory.env), trajectory.index, _round(trajectory.reward), len(turns), count),
-            (redact(trajectory.ended) or "ended") + ", cut at max_tokens" * cut,
+            *(run, group.step, record["env"], trajectory.index, _round(trajectory.reward), len(turns), count),
+            record["ended"] + ", cut at max_tokens" * cut,
             None if advantages is None or not advantages.size else _round(advantages.mean()),
             None if gaps is None else _round(np.abs(gaps[np.isfinite(gaps)]).max(initial=0)),
             *(self._counts["groups"], self._parts, len(self._part)),
@@ -279,7 +281,7 @@ class _Trajectories:
         versions = None if turn.sample.versions is None else turn.sample.versions.tolist()
         about = {"reward": _round(turn.reward), "temperature": turn.sample.temperature, "stop": turn.stop_reason}
         numbers = {"tokens": tokens, "logprobs": _scale(turn.logprobs), "versions": versions}
-        return about | numbers | prompt | {"metrics": plain(turn.metrics)}
+        return about | numbers | prompt | {"metrics": dict(turn.metrics)}
 
     def _decode(self, tokens: Sequence[int]) -> None:
         """Add the texts of tokens; those that hold a part of a character are decoded together, too."""

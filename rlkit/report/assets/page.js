@@ -32,7 +32,6 @@ const unpack = (id) => {
 };
 
 // ---- Curves ----
-const DASHES = [[], [7, 4], [9, 3, 2, 3]];
 const several = about.runs.length > 1;
 const curves = Object.values(about.charts).flatMap((chart) => chart.curves);
 const environments = [...new Set(curves.map((curve) => curve.env))].filter(Boolean);
@@ -71,7 +70,7 @@ const draw = (name, host) => {
     return {
       label: [env, several && about.runs[run], end].filter(Boolean).join(", ") || name,
       stroke,
-      dash: end ? [2, 3] : several ? DASHES[place % DASHES.length] : [],
+      dash: end ? [2, 3] : several && place ? [8, 3 * place] : [],
       width: 1.75,
       spanGaps: true,
       points: { show: steps.length <= 60 && !weight, size: 5, fill: stroke },
@@ -122,8 +121,7 @@ const showCurves = () => {
 };
 
 // ---- Tokens ----
-const UNCLEAR = "\ufffd"; // the text of a token that holds a part of a character
-const LONGEST = 12; // tokens that were decoded together; page.py has the same number
+const [UNCLEAR, LONGEST] = ["\ufffd", 12]; // text of a part of a character; tokens decoded together: as in page.py
 const BOUNDS = { logprob: [0.05, 0.2, 0.5, 1, 2, 4, 7], gap: [0.001, 0.01, 0.05, 0.2, 0.5] }; // nats
 
 // [{ from, to, text }]: one for each token, but for characters that took several.
@@ -232,10 +230,10 @@ class Browser {
     const rows = this.filter();
     const found = new Set();
     for (const [part, own] of query ? Map.groupBy(rows, (row) => this.x.part[row]) : []) {
+      this.show(rows.filter((row) => found.has(row)), ", searching");
       this.words[part] ??= (await unpack(`part-${part}`)).map(searchable);
       if (turn !== this.turn) return;
       for (const row of own) if (this.words[part][this.x.place[row]].includes(query)) found.add(row);
-      this.show(rows.filter((row) => found.has(row)), ", searching");
     }
     this.show(query ? rows.filter((row) => found.has(row)) : rows, "");
   }
