@@ -34,7 +34,7 @@ EXTRAS = {
     "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
     "ray": ("ray",),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
-    "report": ("matplotlib",),
+    "report": ("jinja2",),
 }
 
 

@@ -388,10 +388,6 @@ class Run:
         stopped = error is not None and error is self._stopper.error  # after a second signal, do not wait
         self._close(refused=kind is not None and self._total is None, timeout=0.5 if stopped else None)
 
-    def _repr_html_(self) -> str:
-        html: str = resolve_name("rlkit.report:Display")(self.folder)._repr_html_()  # it has no other name
-        return html
-
     def __repr__(self) -> str:
         return f"<Run {str(self.folder)!r}, step {self.step}{', closed' if self.closed else ''}>"
 

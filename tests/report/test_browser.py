@@ -12,23 +12,21 @@ from tests.report import build
 from tests.report.test_page import POISON, poisoned
 
 
-@pytest.fixture(scope="module")
-def driver():
-    """Tests are skipped where Chromium, its driver or selenium is not installed."""
-    pytest.importorskip("selenium", reason="the page is tested in a browser: pip install selenium")
-    from selenium import webdriver
-
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None or shutil.which("chromedriver") is None:
-        pytest.skip("the page is tested in a browser: apt-get install chromium chromium-driver")
+def open_browser():
+    """Return a driver; skip where Chromium, its driver or selenium is not installed."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs: pip install selenium")
+    binary, driver = (next(filter(None, map(shutil.which, names)), None) for names in (BROWSERS, ["chromedriver"]))
+    if binary is None or driver is None:
+        pytest.skip("needs: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+
+BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 
 
 class Page:
@@ -65,17 +63,11 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "DEBUG"]
 
 
-def test_every_part_shows_in_light_and_dark_wide_and_narrow(driver, tmp_path):
-    path = write(build.run(tmp_path), tokenizer=build.TOKENIZER)
-    for dark in (False, True):
-        for width in (1400, 390):
-            for tab in ("curves", "trajectories", "trajectories/1", "settings"):
-                page = Page(driver, path, tab, width=width, dark=dark)
-                page.until("document.body.innerText.length > 150")
-                assert page.js("document.documentElement.scrollWidth <= innerWidth"), (tab, width)
-                assert page.complaints() == []
-        shades = page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)")
-        assert (sum(map(int, shades)) < 200) == dark
+@pytest.fixture(scope="module")
+def driver():
+    driver = open_browser()
+    yield driver
+    driver.quit()
 
 
 def test_curves_and_trajectories(driver, tmp_path):
@@ -93,10 +85,10 @@ def test_curves_and_trajectories(driver, tmp_path):
     assert page.text(".row .chip") == "0"
     page.fill("[data-column=reward]", "0.5")
     assert page.text(".row .chip") == "1"
-    best = page.text("#count")
+    right = int(page.text("#count").split()[0])
     page.fill("#search", "TOOL")
     page.until("!document.querySelector('#count').innerText.includes('searching')")
-    assert 0 < int(page.text("#count").split()[0]) < int(best.split()[0])
+    assert 0 < int(page.text("#count").split()[0]) < right < 1200
     page.js("document.querySelector('.row').click()")
     page.until("document.querySelector('.call') !== null")
     assert page.text(".call").startswith('add {"x":')
@@ -104,27 +96,31 @@ def test_curves_and_trajectories(driver, tmp_path):
     assert page.js("[...document.querySelectorAll('.tokens')].at(-1).textContent").endswith("✓ é 🙂<|im_end|>")
     for mode, kinds in (("logprob", "q"), ("advantage", "pn"), ("gap", "pn"), ("none", "")):
         page.fill("#mode", mode)
-        classes = page.js("[...document.querySelectorAll('.tokens span')].map((span) => span.className[0] ?? '')")
-        assert {kind for kind in classes if kind} <= set(kinds)
-        assert bool(set(classes) - {""}) == bool(kinds)
+        found = page.js("[...document.querySelectorAll('.tokens span')].map((span) => span.className[0] ?? '')")
+        assert set(found) - {""} <= set(kinds)
+        assert any(found) == bool(kinds)
     page.js("document.querySelector('#sent').click()")
     assert page.text(".card.context").strip().endswith("?\nassistant")
-    assert page.js("document.querySelectorAll('#opened .chip').length") == 4
-    page.js("document.querySelectorAll('#opened .chip')[0].click()")
-    page.until("document.querySelector('#opened .chip').getAttribute('aria-pressed') === 'true'")
+    page.js("document.querySelectorAll('#opened .chip')[3].click()")
+    page.until("[...document.querySelectorAll('#opened .chip')].at(3).getAttribute('aria-pressed') === 'true'")
     page.js("document.querySelector('#filters button').click()")
     page.until("document.querySelector('#count').innerText === '1,200 trajectories'")
     assert page.complaints() == []
 
 
-def test_poison_does_not_run(driver, tmp_path):
+def test_poison_is_shown_and_does_not_run(driver, tmp_path):
+    """On every part, in light and dark, on a wide and a narrow screen, without a word in the browser's log."""
     path = write(poisoned(tmp_path))
-    for tab in ("curves", "trajectories/0", "settings"):
-        page = Page(driver, path, tab)
-        page.until("document.body.innerText.includes('<script>')")
-        assert page.js("document.title") == f"{tmp_path.name} · rlkit"
-        assert page.js("document.querySelectorAll('img, script:not([type])').length") == 1
-        assert page.complaints() == []
+    for width, dark in ((1400, False), (390, True)):
+        for tab in ("curves", "trajectories/0", "settings"):
+            page = Page(driver, path, tab, width=width, dark=dark)
+            page.until("document.body.innerText.includes('<script>')")
+            assert page.js("document.title") == f"{tmp_path.name} · rlkit"
+            assert page.js("document.querySelectorAll('img, script:not([type])').length") == 1
+            assert page.js("document.documentElement.scrollWidth <= innerWidth"), (tab, width)
+            assert page.complaints() == []
+        shades = page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)")
+        assert (sum(map(int, shades)) < 200) == dark
     page = Page(driver, path, "trajectories")
     page.fill("#search", POISON[:20])
     page.until("document.querySelector('#count').innerText === '3 trajectories'")

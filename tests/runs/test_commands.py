@@ -155,7 +155,6 @@ def test_report(folder, capsys, tmp_path):
     assert "</html>" in (tmp_path / "page.html").read_text()
     with Run(folder) as run:
         assert run.report() == folder / "report.html"
-        assert "loss" in run._repr_html_()
 
 
 def test_trajectories_are_shown_as_text(tmp_path):

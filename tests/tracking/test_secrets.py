@@ -12,7 +12,7 @@ import pytest
 from rlkit import Sample
 from rlkit._secrets import redact, secret_name
 from rlkit.report import write
-from rlkit.report.episodes import unpacked
+from tests.report.test_page import data
 from rlkit.tracking import Jsonl, Several, masked
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
@@ -137,10 +137,9 @@ def test_canary(tmp_path, caplog):
         several.log({f"env/{CANARY}/reward": 1.0, "bad": CANARY}, 0)
         several.log_trajectories([poisoned()], 0)
     (tmp_path / "config.json").write_text(json.dumps({"token": "hush-hush-hush", "url": f"x?{CANARY}"}))
-    page = write(tmp_path, tmp_path / "page.html").read_text()
-    about = page.partition('id="about">')[2].partition("<")[0]
-    part = page.partition('id="part-0">')[2].partition("<")[0]
-    seen = [page, str(unpacked(about)), str(unpacked(part)), caplog.text, repr(several), str(several.metrics)]
+    page = write(tmp_path, tmp_path / "page.html")
+    packed = [str(data(page, name)) for name in ("about", "index", "part-0")]
+    seen = [page.read_text(), *packed, caplog.text, repr(several), str(several.metrics)]
     seen += [path.read_text() for path in tmp_path.glob("*.jsonl")]
     assert "refused" in caplog.text  # there was something to leak
     assert "refused ***" in "".join(seen)
