@@ -440,7 +440,7 @@ def examples():
     script = os.environ["RLKIT_QUICKSTART"]
     small = ["--backend", "toy", "--steps", "2", "--prompts", "2", "--samples", "2", "--eval-size", "4"]
     subprocess.run([sys.executable, "-P", script, *small], check=True, stdout=subprocess.DEVNULL)
-    assert Path("runs/quickstart/reward.png").exists()
+    assert Path("runs/quickstart/report.html").exists()
 
 
 # What several of them do
