@@ -35,7 +35,9 @@ def play(rng, a, b, right, env):
         prompt.extend(f"tool\n{a + b}\nassistant\n".encode())
     say(f"The sum of {a} and {b} is **{a + b if right else a + b + int(rng.integers(1, 9))}**. ✓ é 🙂")
     tags = {"answer": str(a + b)}
-    return Trajectory(turns, env=env, index=a, seed=b, tags=tags, messages=messages, terminated=True)
+    return Trajectory(
+        turns, env=env, index=a, seed=b, tags=tags, messages=messages, terminated=True, ended="terminated"
+    )
 
 
 def make_record(rng, n, progress, env):
