@@ -24,9 +24,7 @@ from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.report import build
 
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"  # dist/uPlot.iife.min.js of uplot 1.6.32
-POISON = (
-    "</script><script>document.title='taken'</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} \u2028 \ud800 &lt;"
-)
+POISON = "</script><script>document.title='taken'</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} \u2028 \ud800"
 
 
 def asset(name):
@@ -53,10 +51,8 @@ def poisoned(folder):
     text = POISON.encode("utf-8", "replace")
     messages = [{"role": POISON, "content": POISON}, {"role": "assistant", "content": [{"text": POISON}]}]
     messages += [{"role": "tool", "name": POISON, "content": POISON, "tool_calls": [{"name": POISON}]}]
-    turn = Turn(Sample([65], list(text), [-0.5] * len(text)), 1.0, {POISON: 1.0})
-    trajectory = Trajectory(
-        [turn], env=POISON, ended=POISON, tags={POISON: POISON}, metrics={POISON: 1.0}, messages=messages
-    )
+    named = {"env": POISON, "ended": POISON, "tags": {POISON: POISON}, "metrics": {POISON: 1.0}, "messages": messages}
+    trajectory = Trajectory([Turn(Sample([65], list(text), [-0.5] * len(text)), 1.0, {POISON: 1.0})], **named)
     group = Group([trajectory] * 3, failures=[Failure(POISON, POISON, POISON, "step")], env=POISON)
     storage.append(folder / "trajectories.jsonl", [group])
     Jsonl(folder).log({f"env/{POISON.replace('/', '')}/reward": 1.0, POISON: 2.0, "train/loss": math.nan}, 0)
@@ -80,8 +76,7 @@ def test_poison_is_text(tmp_path):
     record = records(path)[0]
     assert [message["content"] for message in record["messages"]] == [POISON] * 3
     assert record["messages"][2]["calls"] == [{"name": POISON}]
-    assert record["failures"] == [f"{POISON}: {POISON}"]
-    assert record["tags"] == {POISON: POISON}
+    assert (record["failures"], record["tags"]) == ([f"{POISON}: {POISON}"], {POISON: POISON})
     assert data(path, "index")["columns"]["env"][0] == POISON
     assert POISON in data(path, "about")["charts"]
 
@@ -127,9 +122,13 @@ def test_the_page_holds_the_run(run):
     assert "1 value not finite, first at step 1" in text
     index, charts = data(path, "index"), data(path, "about")["charts"]
     assert (index["groups"], index["total"], index["unread"]) == (5, 5, 0)
-    curves = [(curve["env"], curve["x"]) for curve in charts["env/*/reward"]["curves"]]
-    assert curves == [("sums", [0, 1, 2]), ("more-sums", [0, 1, 2])]
+    assert [(curve["env"], curve["x"]) for curve in charts["env/*/reward"]["curves"]] == [
+        ("sums", [0, 1, 2]),
+        ("more-sums", [0, 1, 2]),
+    ]
     assert [curve["end"] for curve in charts["eval/*/mean"]["curves"]] == ["", "low", "high"]
+    for text in ("T", "✓", "é", "🙂"):  # parts of a character are decoded together
+        assert index["texts"][",".join(map(str, text.encode()))] == text
     trajectories = [t for group in storage.read(run / "trajectories.jsonl") for t in group.trajectories]
     columns = index["columns"]
     assert columns["reward"] == [trajectory.reward for trajectory in trajectories]
@@ -167,14 +166,6 @@ def test_values_of_tokens(tmp_path):
     assert index["texts"] == {}
 
 
-def test_parts_of_characters_are_decoded_together(run):
-    texts = data(write(run, tokenizer=build.TOKENIZER), "index")["texts"]
-    assert texts[str(ord("T"))] == "T"
-    assert texts[str("é".encode()[0])] == "\ufffd"
-    for character in "✓é🙂":
-        assert texts[",".join(map(str, character.encode()))] == character
-
-
 def test_two_runs(tmp_path):
     """Curves of both in one chart, settings in columns, and trajectories of both; each has half of the groups."""
     runs = [build.run(tmp_path / name, 6, seed=seed) for seed, name in enumerate("ab")]
@@ -191,32 +182,26 @@ def test_two_runs(tmp_path):
 def test_long_runs_are_shown_in_part(tmp_path):
     """Groups evenly spaced over the run, the first among them; a long curve keeps its extremes and both ends."""
     build.run(tmp_path, 100, n=1, per_step=1)
-    for most, steps in ((1000, range(100)), (100, range(100)), (25, range(0, 100, 4)), (1, [0])):
+    for most, steps in ((1000, range(100)), (25, range(0, 100, 4)), (1, [0])):
         index = data(write(tmp_path, max_groups=most), "index")
         assert index["columns"]["step"] == list(steps)
         assert (index["groups"], index["total"]) == (len(steps), 100)
-    places = data(write(tmp_path, max_groups=70), "index")["columns"]["step"]
-    assert (len(places), max(np.diff(places))) == (70, 2)
     values = np.random.default_rng(0).normal(size=6000).tolist()
     thinned = page._thin(list(enumerate(values)))
     assert len(thinned) <= page._MOST_POINTS
     assert {0, 5999, np.argmin(values), np.argmax(values)} <= {step for step, _ in thinned}
 
 
-def test_lines_that_cannot_be_read_are_counted(tmp_path):
+def test_an_empty_run_and_lines_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").write_text("not json")
+    path = write(tmp_path, tmp_path / "x.html")
+    assert "0 steps" in path.read_text()
+    assert data(path, "index")["columns"]["step"] == []
     build.run(tmp_path, 2, n=1)
     with (tmp_path / "trajectories.jsonl").open("a") as file:
         file.write('{"format": "rlkit.group", "version": 99}\n\n{"a": 1}\n[1]\n{"format": "rlkit.gro')
     index = data(write(tmp_path), "index")
     assert (index["groups"], index["unread"], index["total"]) == (2, 4, 6)
-
-
-def test_an_empty_run_has_a_page(tmp_path):
-    (tmp_path / "config.json").write_text("not json")
-    path = write(tmp_path, tmp_path / "x.html")
-    assert "0 steps" in path.read_text()
-    assert "This run has no metrics." in path.read_text()
-    assert data(path, "index")["columns"]["step"] == []
 
 
 def test_what_is_not_a_run_is_refused(tmp_path):
