@@ -24,7 +24,7 @@ OUT = Path(__file__).parent / "results" / "report.json"
 
 
 def measure(driver, path):
-    """Return the seconds until the page is open, until it is in another order, and until all of it has been searched."""
+    """Return the seconds until the page is open, until it is ordered, and until all of it has been searched."""
     times = [time.perf_counter()]
     page = Page(driver, path, "trajectories")
     page.until("document.querySelector('.tokens span') !== null")

@@ -29,7 +29,7 @@ from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, DataError
 from rlkit.metrics.names import general, parts, reduction
 from rlkit.tracking.jsonl import FILES, MetricsRow, read_metrics
-from rlkit.trajectory import Group, Trajectory
+from rlkit.trajectory import Group, Trajectory, Turn
 
 __all__ = ["write"]
 
@@ -74,8 +74,7 @@ def write(
     _check.require(valid, "folder", folder, "the path of a run's folder, or a sequence of them")
     _check.require(out is None or (isinstance(out, (str, os.PathLike)) and str(out)), "out", out, "the path of a file")
     _check.integer("max_groups", max_groups, low=1)
-    good = tokenizer is None or callable(getattr(tokenizer, "decode", None))
-    _check.require(good, "tokenizer", tokenizer, "the policy's tokenizer, policy.tokenizer")
+    _check.require(tokenizer is None or hasattr(tokenizer, "decode"), "tokenizer", tokenizer, "policy.tokenizer")
     paths = [Path(each) for each in folders]
     path = paths[0] / "report.html" if out is None else Path(out)
     names = [redact(each.resolve().name) for each in paths]
@@ -90,7 +89,6 @@ def write(
         policy=f"{policy}; base-uri 'none'; form-action 'none'",
         style=style,
         script=script,
-        title=" and ".join(names),
         facts=[_describe_run(rows) for rows in metrics],
         names=names,
         version=VERSION,
@@ -183,7 +181,7 @@ class _Trajectories:
     """A reader of trajectories, which packs them in parts and keeps an index of all."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        self._decode: Any = getattr(tokenizer, "decode", None)
         self._texts: dict[str, str] = {}  # of tokens, by id; of tokens with parts of a character, by ids with commas
         self._rows: list[tuple[object, ...]] = []
         self._counts = {"groups": 0, "total": 0, "unread": 0}
@@ -236,7 +234,7 @@ class _Trajectories:
         advantages = _read_values(raw.get("advantages"), count)
         trainer = _read_values(raw.get("trainer_logprobs"), count)
         sampled = np.concatenate([np.zeros(0), *(turn.logprobs for turn in turns)])
-        gaps = None if trainer is None or not trainer.ndim else trainer - sampled
+        gaps = trainer - sampled if trainer.ndim else None
         oldest = trajectory.version
         newest = max((int(turn.sample.token_versions.max(initial=0)) for turn in turns), default=oldest)
         record: Any = {
@@ -256,45 +254,44 @@ class _Trajectories:
             "trainer": None if gaps is None else _scale(trainer),
         }
         said = [message["content"] for message in record["messages"] if message.get("role") == "assistant"]
-        asked = itertools.takewhile(lambda message: message.get("role") != "assistant", record["messages"])
-        question = [message["content"] for message in asked]
-        cut = any(turn.stop_reason == "length" for turn in turns)
+        asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", record["messages"]))
         row: tuple[object, ...] = (
             *(run, group.step, record["env"], trajectory.index, _round(trajectory.reward), len(turns), count),
-            record["ended"] + ", cut at max_tokens" * cut,
-            None if advantages is None or not advantages.size else _round(advantages.mean()),
+            record["ended"] + ", cut at max_tokens" * any(turn.stop_reason == "length" for turn in turns),
+            _round(advantages.mean()) if advantages.size else None,
             None if gaps is None else _round(np.abs(gaps[np.isfinite(gaps)]).max(initial=0)),
             *(self._counts["groups"], self._parts, len(self._part)),
-            " ".join(question[-1][-300:].split())[-52:] if question else "",  # ends of questions differ
+            " ".join(asked[-1]["content"][-300:].split())[-52:] if asked else "",  # ends of questions differ
             " ".join(said[-1][:600].split())[:110] if said else "",
         )
         self._rows.append(row)
         self._part.append(record)
         self._size += 300 + 12 * count + sum(len(message["content"]) for message in record["messages"])
 
-    def _read_turn(self, turn: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_turn(self, turn: Turn, raw: Mapping[str, Any]) -> dict[str, object]:
         """Return a turn: the number of the prompt's tokens that were there before, those added, and those sampled."""
-        prompt, tokens = raw["prompt"], turn.tokens.tolist()
-        if self._tokenizer is not None:
-            self._decode(prompt["added"])
-            self._decode(tokens)
+        prompt: dict[str, Any] = raw["prompt"]
+        tokens = turn.tokens.tolist()
+        if self._decode is not None:
+            self._add_texts(prompt["added"])
+            self._add_texts(tokens)
         versions = None if turn.sample.versions is None else turn.sample.versions.tolist()
-        about = {"reward": _round(turn.reward), "temperature": turn.sample.temperature, "stop": turn.stop_reason}
+        about: dict[str, object] = {
+            "reward": _round(turn.reward),
+            "temperature": turn.sample.temperature,
+            "stop": turn.stop_reason,
+        }
         numbers = {"tokens": tokens, "logprobs": _scale(turn.logprobs), "versions": versions}
         return about | numbers | prompt | {"metrics": dict(turn.metrics)}
 
-    def _decode(self, tokens: Sequence[int]) -> None:
+    def _add_texts(self, tokens: Sequence[int]) -> None:
         """Add the texts of tokens; those that hold a part of a character are decoded together, too."""
-        decode: Any = getattr(self._tokenizer, "decode", None)
-        texts = self._texts
         for token in set(tokens):
-            if str(token) not in texts:
-                texts[str(token)] = decode([token], skip_special=False)
-        for unclear, run in itertools.groupby(map(str, tokens), lambda token: _UNCLEAR in texts[token]):
+            if str(token) not in self._texts:
+                self._texts[str(token)] = self._decode([token], skip_special=False)
+        for unclear, run in itertools.groupby(tokens, lambda token: _UNCLEAR in self._texts[str(token)]):
             while unclear and len(piece := list(itertools.islice(run, _LONGEST))) > 1:
-                text = texts.get(",".join(piece)) or decode(list(map(int, piece)), skip_special=False)
-                if _UNCLEAR not in text:
-                    texts[",".join(piece)] = text
+                self._texts[",".join(map(str, piece))] = self._decode(piece, skip_special=False)
 
 
 def _read_message(message: Mapping[str, object]) -> dict[str, Any]:
@@ -306,18 +303,15 @@ def _read_message(message: Mapping[str, object]) -> dict[str, Any]:
     return shown | {"content": "" if content is None else str(content), "calls": message.get("tool_calls") or []}
 
 
-def _read_values(value: object, count: int) -> np.ndarray | None:
-    """Return a number, or one for each of ``count`` tokens; None where there is none, or another number of them."""
-    if isinstance(value, list):
-        return np.array([from_json(each) for each in value], dtype=np.float64) if len(value) == count else None
-    number = from_json(value)
-    return None if number is None else np.array(number)
+def _read_values(value: object, count: int) -> np.ndarray:
+    """Return one number for each of ``count`` tokens, or one for all; NaN where there is none, or another number."""
+    if isinstance(value, list) and len(value) == count:
+        return np.array([from_json(each) for each in value], dtype=np.float64)
+    return np.array(from_json(value), dtype=np.float64)
 
 
-def _scale(numbers: np.ndarray | None) -> object:
+def _scale(numbers: np.ndarray) -> object:
     """Return numbers in thousandths, which are short; None where they are not finite."""
-    if numbers is None:
-        return None
     whole = [round(1000 * x) if math.isfinite(x) else None for x in numbers.ravel().tolist()]
     return whole if numbers.ndim else whole[0]
 
@@ -328,8 +322,8 @@ def _round(value: float) -> float | None:
 
 def _pack(value: object) -> str:
     """Return ``value`` as JSON, gzip and base64: letters, digits, "+", "/" and "=", none of which is markup."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    text = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(text, 6, mtime=0)).decode()
 
 
 def _digest(text: str) -> str:

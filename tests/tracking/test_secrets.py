@@ -12,10 +12,10 @@ import pytest
 from rlkit import Sample
 from rlkit._secrets import redact, secret_name
 from rlkit.report import write
-from tests.report.test_page import data
 from rlkit.tracking import Jsonl, Several, masked
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
+from tests.report.test_page import data
 
 CANARY = "canary+7f3a/91c2=e5d8"
 FORMS = [
