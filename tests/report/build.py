@@ -7,24 +7,21 @@ import json
 import numpy as np
 
 from rlkit import Sample, storage
-from rlkit.advantages import grpo
 from rlkit.backends.toy import ByteTokenizer
 from rlkit.tracking import Jsonl
-from rlkit.trajectory import Failure, Group, Trajectory, Turn
+from rlkit.trajectory import Group, Trajectory, Turn
 
 TOKENIZER = ByteTokenizer()
 
 
-def play(rng, a, b, right, env):
+def play(rng, a, b, env):
     """A trajectory that may call a calculator before it answers; its texts hold characters of several bytes."""
-    question = f"What is {a} + {b}?"
-    messages = [{"role": "system", "content": "You can add."}, {"role": "user", "content": question}]
-    turns, prompt = [], list(f"user\n{question}\nassistant\n".encode())
+    messages, turns, prompt = [{"role": "user", "content": f"What is {a} + {b}?"}], [], list(f"{a} + {b}?".encode())
 
-    def say(text, **more):
+    def say(text, reward=0.0, **more):
         tokens = [*text.encode(), 257]
         logprobs = -rng.exponential(0.4, len(tokens)) * (rng.random(len(tokens)) < 0.4)
-        turns.append(Turn(Sample(list(prompt), tokens, logprobs, version=3), 0.0 if more else float(right)))
+        turns.append(Turn(Sample(list(prompt), tokens, logprobs), reward))
         messages.append({"role": "assistant", "content": text, **more})
         prompt.extend(tokens)
 
@@ -32,25 +29,22 @@ def play(rng, a, b, right, env):
         function = {"name": "add", "arguments": json.dumps({"x": a, "y": b})}
         say("I add them with the tool.\n", tool_calls=[{"type": "function", "function": function}])
         messages.append({"role": "tool", "name": "add", "content": str(a + b)})
-        prompt.extend(f"tool\n{a + b}\nassistant\n".encode())
-    say(f"The sum of {a} and {b} is **{a + b if right else a + b + int(rng.integers(1, 9))}**. ✓ é 🙂")
-    tags = {"answer": str(a + b)}
-    return Trajectory(
-        turns, env=env, index=a, seed=b, tags=tags, messages=messages, terminated=True, ended="terminated"
-    )
+        prompt.extend(f"tool: {a + b}\n".encode())
+    off = int(rng.integers(0, 2))
+    say(f"The sum of {a} and {b} is **{a + b + off}**. ✓ é 🙂", float(not off))
+    about = {"tags": {"answer": str(a + b)}, "terminated": True, "ended": "terminated"}
+    return Trajectory(turns, env=env, index=a, messages=messages, **about)
 
 
-def make_record(rng, n, progress, env):
+def make_record(rng, n, env):
     """The line of a group, with the advantage and the trainer's logprobs of its trajectories."""
     a, b = (int(x) for x in rng.integers(2, 99, 2))
-    members = [play(rng, a, b, rng.random() < 0.2 + 0.7 * progress, env) for _ in range(n)]
-    failures = [Failure(env, "TimeoutError", "no answer in 60 s", "step")] * (a % 5 == 0)
-    group = Group(members, failures=failures, env=env, index=a)
+    group = Group([play(rng, a, b, env) for _ in range(n)], env=env, index=a)
     record = storage.to_record(group)
-    for raw, trajectory, advantage in zip(record["trajectories"], members, grpo(group.rewards).tolist(), strict=True):
+    for i, trajectory in enumerate(group.trajectories):
         logprobs = np.concatenate([turn.logprobs for turn in trajectory.turns])
-        trainer = np.minimum(0, logprobs + rng.normal(0, 0.03, logprobs.size))
-        raw |= {"advantages": advantage, "trainer_logprobs": trainer.tolist()}
+        trainer = np.minimum(0, logprobs + rng.normal(0, 0.03, logprobs.size)).tolist()
+        record["trajectories"][i] |= {"advantages": group.rewards[i] - 0.5, "trainer_logprobs": trainer}
     return record
 
 
@@ -61,7 +55,7 @@ def run(folder, groups=5, n=4, per_step=2, seed=0):
     with (folder / "trajectories.jsonl").open("w") as file:
         for i in range(groups):
             if i % 200 not in made:
-                made[i % 200] = make_record(rng, n, i / min(200, groups), envs[i % 2])
+                made[i % 200] = make_record(rng, n, envs[i % 2])
             place = {"step": i // per_step, "number": i % per_step}
             file.write(json.dumps(made[i % 200] | place) + "\n")
     tracker = Jsonl(folder, clock=iter(range(10**9)).__next__)
@@ -74,6 +68,6 @@ def run(folder, groups=5, n=4, per_step=2, seed=0):
         tracker.log(metrics | {"env/sums/tokens/max": 99 + noise[2], "my/own": noise[3]}, step)
     tracker.close()
     config = {"model": "toy", "adam": {"learning_rate": 1e-4}, "api_key": "hush-hush"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "run.json").write_text(json.dumps({"seed": seed}))
+    for name, content in (("config.json", config), ("run.json", {"seed": seed})):
+        (folder / name).write_text(json.dumps(content))
     return folder

@@ -58,9 +58,6 @@ class Page:
     def text(self, selector):
         return self.js(f"all('{selector}')[0].innerText")
 
-    def complaints(self):
-        return self.driver.get_log("browser")
-
 
 @pytest.fixture(scope="module")
 def driver():
@@ -97,12 +94,12 @@ def test_curves_and_trajectories(driver, tmp_path):
         assert set(found) - {""} <= set(kinds)
         assert any(found) == bool(kinds)
     page.js("all('#sent')[0].click()")
-    assert page.text(".card.context").strip().endswith("?\nassistant")
+    assert page.text(".card.context").strip().endswith("?")
     page.js("all('#opened .chip')[3].click()")
     page.until("all('#opened .chip')[3].getAttribute('aria-pressed') === 'true'")
     page.js("all('#filters button')[0].click()")
     page.until("all('#count')[0].innerText === '1,200 trajectories'")
-    assert page.complaints() == []
+    assert driver.get_log("browser") == []
 
 
 def test_poison_is_shown_and_does_not_run(driver, tmp_path):
@@ -114,6 +111,6 @@ def test_poison_is_shown_and_does_not_run(driver, tmp_path):
             page.until("document.body.innerText.includes('<script>')")
             assert page.js("[document.title, all('img, script:not([type])').length]") == [f"{tmp_path.name} · rlkit", 1]
             assert page.js("document.documentElement.scrollWidth <= innerWidth"), (tab, width)
-            assert page.complaints() == []
+            assert driver.get_log("browser") == []
         shade = page.js("getComputedStyle(document.body).backgroundColor")
         assert shade == {"light": "rgb(246, 247, 249)", "dark": "rgb(16, 20, 27)"}[theme]

@@ -73,12 +73,12 @@ def test_poison_is_text(tmp_path):
     assert "title='taken'" not in text
     assert "&lt;img src=x onerror=alert(1)&gt;" in text  # the folder's name
     assert text.count("&lt;/script&gt;&lt;script&gt;document.title=&#39;taken&#39;") > 6  # settings and metrics
-    record = records(path)[0]
+    index, charts, record = data(path, "index"), data(path, "about")["charts"], records(path)[0]
     assert [message["content"] for message in record["messages"]] == [POISON] * 3
-    assert record["messages"][2]["calls"] == [{"name": POISON}]
-    assert (record["failures"], record["tags"]) == ([f"{POISON}: {POISON}"], {POISON: POISON})
-    assert data(path, "index")["columns"]["env"][0] == POISON
-    assert POISON in data(path, "about")["charts"]
+    shown = (record["messages"][2]["calls"], record["failures"], record["tags"])
+    assert shown == ([{"name": POISON}], [f"{POISON}: {POISON}"], {POISON: POISON})
+    assert index["columns"]["env"] == [POISON] * 3
+    assert POISON in charts
 
 
 def test_the_page_makes_no_requests(run):
@@ -110,22 +110,19 @@ def test_the_script_makes_no_markup_from_data():
 
 def test_the_page_holds_the_run(run):
     path = write(run, tokenizer=build.TOKENIZER)
-    assert path == run / "report.html"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text()
+    assert (path, stat.S_IMODE(path.stat().st_mode)) == (run / "report.html", 0o600)
     assert "3 steps in" in text
     assert "hush-hush" not in text
-    assert re.search(r"adam.learning_rate</th><td>0.0001</td>", text)
+    assert "adam.learning_rate</th><td>0.0001</td>" in text
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     assert titles[:2] == ["env/*/reward (mean)", "eval/*/mean (mean)"]
     assert {"train/loss (sum)", "env/*/tokens/max (max)", "my/own (mean)"} <= set(titles)
     assert "1 value not finite, first at step 1" in text
     index, charts = data(path, "index"), data(path, "about")["charts"]
     assert (index["groups"], index["total"], index["unread"]) == (5, 5, 0)
-    assert [(curve["env"], curve["x"]) for curve in charts["env/*/reward"]["curves"]] == [
-        ("sums", [0, 1, 2]),
-        ("more-sums", [0, 1, 2]),
-    ]
+    reward = [(curve["env"], curve["x"]) for curve in charts["env/*/reward"]["curves"]]
+    assert reward == [("sums", [0, 1, 2]), ("more-sums", [0, 1, 2])]
     assert [curve["end"] for curve in charts["eval/*/mean"]["curves"]] == ["", "low", "high"]
     for text in ("T", "✓", "é", "🙂"):  # parts of a character are decoded together
         assert index["texts"][",".join(map(str, text.encode()))] == text
@@ -139,7 +136,7 @@ def test_the_page_holds_the_run(run):
             assert before[: turn["kept"]] + turn["added"] == original.prompt.tolist()
             assert [x / 1000 for x in turn["logprobs"]] == pytest.approx(original.logprobs.tolist(), abs=5.1e-4)
             before = [*original.prompt.tolist(), *turn["tokens"]]
-        assert columns["question"][i] == record["messages"][1]["content"]
+        assert columns["question"][i] == record["messages"][0]["content"]
         assert record["messages"][-1]["content"].startswith(columns["answer"][i])
 
 
