@@ -50,7 +50,7 @@ def poisoned(folder):
     """A run in which everything that can hold text holds markup."""
     text = POISON.encode("utf-8", "replace")
     messages = [{"role": POISON, "content": POISON}, {"role": "assistant", "content": [{"text": POISON}]}]
-    messages += [{"role": "tool", "name": POISON, "content": POISON, "tool_calls": [{"name": POISON}]}]
+    messages += [{"role": "tool", "name": POISON, "content": POISON, "tool_calls": [{"name": POISON}, None]}]
     named = {"env": POISON, "ended": POISON, "tags": {POISON: POISON}, "metrics": {POISON: 1.0}, "messages": messages}
     trajectory = Trajectory([Turn(Sample([65], list(text), [-0.5] * len(text)), 1.0, {POISON: 1.0})], **named)
     group = Group([trajectory] * 3, failures=[Failure(POISON, POISON, POISON, "step")], env=POISON)
@@ -76,7 +76,7 @@ def test_poison_is_text(tmp_path):
     index, charts, record = data(path, "index"), data(path, "about")["charts"], records(path)[0]
     assert [message["content"] for message in record["messages"]] == [POISON] * 3
     shown = (record["messages"][2]["calls"], record["failures"], record["tags"])
-    assert shown == ([{"name": POISON}], [f"{POISON}: {POISON}"], {POISON: POISON})
+    assert shown == ([{"name": POISON}, None], [f"{POISON}: {POISON}"], {POISON: POISON})
     assert index["columns"]["env"] == [POISON] * 3
     assert POISON in charts
 

@@ -162,13 +162,13 @@ const searchable = ({ messages }) =>
   messages.map(({ content, calls }) => `${content}\n${JSON.stringify(calls)}`).join("\n").toLowerCase();
 const text = (content) => make("div", { class: "text" }, content);
 
-const showCall = (call) => {
-  const { name, arguments: given } = call.function ?? call;
+const showCalls = (calls) => (Array.isArray(calls) ? calls : []).map((call) => {
+  const { name, arguments: given } = call?.function ?? call ?? {};
   const shown = typeof given === "string" ? given : JSON.stringify(given);
   return make("p", { class: "call" }, make("b", {}, `${name} `), shown);
-};
+});
 const showMessage = ({ role, name, content, calls }) =>
-  card(role === "tool" ? "tool" : "context", role ?? "message", name ?? "", text(content), calls.map(showCall));
+  card(role === "tool" ? "tool" : "context", role ?? "message", name ?? "", text(content), showCalls(calls));
 
 class Browser {
   constructor(index) {
@@ -344,7 +344,7 @@ class Browser {
     if (stop === "length") note.push("cut at max_tokens");
     const body = [make("div", { class: "text tokens" }, this.spans(k))];
     if (message && !tokens.every((token) => token in this.index.texts)) body.unshift(text(message.content));
-    return card("policy", `turn ${k + 1}`, note.join(" · "), body, message && message.calls.map(showCall));
+    return card("policy", `turn ${k + 1}`, note.join(" · "), body, message && showCalls(message.calls));
   }
 
   spans(k) {
