@@ -112,7 +112,7 @@ OBJECTS = {
         "rlkit.runs": "Record Retention records sampler",
         "rlkit.evaluation": "evaluate evaluate_sync Evaluation Score interval",
         "rlkit.harnesses": "evaluate installed results Result Score",
-        "rlkit.report": "write Display live",
+        "rlkit.report": "write",
     },
 }
 HEADINGS = ("Args", "Attributes", "Returns", "Raises", "Yields")

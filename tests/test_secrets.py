@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import logging
 import os
+import re
 import time
 import urllib.parse
 
@@ -14,7 +16,6 @@ import numpy as np
 from rlkit import Sample, _secrets
 from rlkit._secrets import add_secret, is_secret_name, redact
 from rlkit.report import write
-from rlkit.report.episodes import unpacked
 from rlkit.runs import Run
 from rlkit.storage import read
 from rlkit.tracking import Jsonl, MultiTracker, mask
@@ -209,7 +210,9 @@ def test_canary(monkeypatch, tmp_path, caplog):
         trackers.log_trajectories([poisoned], 0)
     (tmp_path / "config.json").write_text(json.dumps({"token": "hush-hush-hush", "url": f"x?{CANARY}"}))
     page = write(tmp_path, tmp_path / "page.html").read_text()
-    parts = [unpacked(page.partition(f'id="{name}">')[2].partition("<")[0]) for name in ("about", "part-0")]
+    packed = re.findall(r'<script type="text/plain" id="(?:index|part-\d+)">([^<]+)<', page)
+    parts = [gzip.decompress(base64.b64decode(part)).decode() for part in packed]
+    assert len(parts) > 1
     seen = [page, str(parts), caplog.text, repr(trackers), str(trackers.metrics)]
     seen += [path.read_text() for path in tmp_path.glob("*.jsonl")]
     assert "refused ***" in "".join(seen), "there was something to leak"

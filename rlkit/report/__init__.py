@@ -1,11 +1,9 @@
-"""A run as one HTML file, and in a notebook."""
+"""A run, or several, as one HTML file."""
 
 from __future__ import annotations
 
-from rlkit.report._notebook import Display, Live, live
-from rlkit.report._page import write
+from rlkit.report.page import write
 
-__all__ = ["Display", "Live", "live", "write"]
+__all__ = ["write"]
 
-for _public in (Display, Live, live, write):
-    _public.__module__ = __name__  # where users import them from
+write.__module__ = __name__  # where users import it from

@@ -141,8 +141,6 @@ SETTINGS = {
 
 def test_a_config_of_any_numbers(tmp_path):
     """It is written as strict JSON, compared with itself without a warning, and shown by the report."""
-    from rlkit.report.episodes import unpacked
-
     for _ in range(2):
         with Run(tmp_path, config=SETTINGS, trackers=("jsonl",)) as run:
             run.log({"a": math.inf})
@@ -161,7 +159,8 @@ def test_a_config_of_any_numbers(tmp_path):
         "other": "(1+2j)",
     }
     page = run.report().read_text()
-    assert unpacked(page.partition('id="about">')[2].partition("<")[0])["config"] == written
+    for name in ("inf", "other"):
+        assert f'<th scope="row">{name}</th><td>{written[name]}</td>' in page
 
 
 @pytest.mark.parametrize("text", ['{"clip": Infinity, "x": [NaN, 1e999]}', "3", "Infinity", "[" * 5000, "{", "\ud800"])
