@@ -15,9 +15,10 @@ class Docstrings(griffe.Extension):
     """Show examples as code, and the arguments of attrs classes, which griffe knows of dataclasses alone."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Fence the examples, which have no heading, and escape an argument's range: "> 0" would be a quotation."""
+        """Write it as Markdown, in which "> 0", an argument's range, would be a quotation; fence the examples."""
         if obj.docstring:
-            text = re.sub(r"(?m)^( *(?:[\w*, ]+: )?)>(?!>)", r"\1\\>", obj.docstring.value)
+            text = re.sub(r"(?m)^::$|(?<=\w:):$", "", obj.docstring.value)
+            text = re.sub(r"(?m)^( *(?:[\w*, ]+: )?)>(?!>)", r"\1\\>", text)
             obj.docstring.value = re.sub(r"(?m)^>>>.*(?:\n.+)*", r"```pycon\n\g<0>\n```", text)
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:

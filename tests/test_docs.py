@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pkgutil
 import re
@@ -104,14 +103,13 @@ def test_the_overview_names_what_is_registered():
 
 
 def test_the_reference_has_every_public_module():
-    """And each directive names a module that says what it exports; ``make docs`` fails for a name that is not there."""
+    """Of the top level; ``make docs`` fails for a name that does not exist."""
     import rlkit
 
     named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
     public = {f"rlkit.{each.name}" for each in pkgutil.iter_modules(rlkit.__path__) if not each.name.startswith("_")}
     assert len(named) == len(set(named))
-    assert public - set(named) == set()
-    assert [name for name in named if not importlib.import_module(name).__all__] == []
+    assert {name for name in named if name.count(".") == 1} == public
 
 
 def test_the_table_of_options_is_the_docstrings():
