@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 DEMO := $(VENV)/demo
 READY := $(VENV)/ready
+DOCS := $(VENV)/docs
+PAGES := tutorial swap
 SERVER := .venv-server
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check
@@ -23,7 +25,7 @@ DRAWS ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 
-.PHONY: help demo test test-all test-slow test-draws affected margins slow-list families quick test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-all test-slow test-draws affected margins slow-list families quick test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types docs notebooks clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 19
@@ -117,6 +119,16 @@ lint: $(READY) ## ruff, and the order of the rooms
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
+docs: $(DOCS) ## the pages of docs/ as a site with the reference: site/index.html
+	$(BIN)/mkdocs build --strict
+
+# Cells run in an event loop. Shown and not run: the install lines, and what needs a real model.
+notebooks: $(DOCS) ## two pages as notebooks, run: notebooks/tutorial.ipynb, notebooks/swap.ipynb
+	@mkdir -p notebooks
+	@for page in $(PAGES); do \
+	sed -e 's/asyncio.run(main())/await main()/; s/^```python no-run/```py/; s/^```sh/```shell/' docs/$$page.md \
+	| $(BIN)/jupytext --from md --to ipynb --set-kernel python3 --execute --run-path notebooks --output notebooks/$$page.ipynb || exit 1; done
+
 clean: ## remove what was installed and cached here
 	rm -rf $(VENV) $(SERVER) $(VLLM) .venv-agents .venv-environments .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -151,6 +163,10 @@ $(READY): $(DEMO)
 	$(PIP) -e '.[chat,renderers,tools,gateway,tinker,openreward,openenv,textarena,gymnasium,ray,test]' msgspec requests regex
 	$(PIP) --no-deps --ignore-requires-python gem-llm
 	$(PIP) --no-deps mcp mcp-types PyJWT python-multipart
+	@touch $@
+
+$(DOCS): $(READY)
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 # SkyRL's server of the Tinker API, whose pins contradict each other and rlkit's; it works with these versions, started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -99,3 +100,41 @@ def test_the_overview_names_what_is_registered():
     assert rows["losses"] <= losses.registry.keys()
     assert rows["advantages"] <= set(rlkit.advantages.__all__)
     assert rows["backends"] == {"toy", "local", "tinker"}
+
+
+def test_the_reference_has_every_public_module():
+    """Of the top level; ``make docs`` fails for a name that does not exist."""
+    import rlkit
+
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    public = {f"rlkit.{each.name}" for each in pkgutil.iter_modules(rlkit.__path__) if not each.name.startswith("_")}
+    assert len(named) == len(set(named))
+    assert {name for name in named if name.count(".") == 1} == public
+
+
+def test_the_table_of_options_is_the_docstrings():
+    """docs/backends.md: each option of the local backend, its default and its description."""
+    import attrs
+
+    from rlkit.backends.options import LocalOptions, describe
+
+    page = (ROOT / "docs" / "backends.md").read_text("utf-8").partition("<!-- options")[2].partition("<!-- end")[0]
+    rows = [re.sub(r"\[(`\w+`)\]\(#[\w-]+\)", r"\1", line) for line in page.splitlines()[3:]]
+    fields = attrs.fields_dict(LocalOptions)
+    right = {name: text.replace("``", "`") for name, text in describe(LocalOptions).items()}
+    assert rows == [f"| `{name}` | `{fields[name].default!r}` | {text} |" for name, text in right.items()]
+
+
+def test_every_registered_function_has_a_source():
+    """Every estimator and loss of rlkit says in one line what it is, and where it comes from."""
+    import rlkit
+
+    exempt = {"cross_entropy", "running_baseline", "running_normalization"}
+    checked = 0
+    for registry in (rlkit.advantages.registry, rlkit.losses.registry, rlkit.losses.kl.registry):
+        for name, summary in registry.table():
+            if registry[name].__module__.startswith("rlkit.") and name not in exempt:
+                assert summary.endswith("."), name
+                assert "Source" in registry[name].__doc__, name
+                checked += 1
+    assert checked > 70

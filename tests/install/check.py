@@ -205,17 +205,18 @@ def readme(place: Environment, _: Path) -> None:
 
 
 def notebooks(place: Environment, _: Path) -> None:
-    """Each notebook after the lines of the page that it was made from, in the kernel that a reader has."""
+    """Each notebook is made after the lines of its page, in the kernel that a reader has."""
     copied(place.work)
-    for page, name in (("docs/tutorial.md", "tutorial"), ("docs/swap.md", "swap_backends")):
-        lines = install_lines(page)
+    for page in ("tutorial", "swap"):
+        lines = install_lines(f"docs/{page}.md")
         if not lines:
             raise AssertionError(f"{page} names no pip install")
         place.link_required(*re.findall(r"\w+", re.search(r"\[(.*?)\]", lines[0])[1]))
         for line in lines:
             place.run(line)
-        place.run("pip install nbclient ipykernel -c constraints.txt")
-        place.run(f"jupyter execute examples/{name}.ipynb", MPLBACKEND="module://matplotlib_inline.backend_inline")
+        place.run("pip install jupytext nbconvert ipykernel -c constraints.txt")
+        make = f"make notebooks -o .venv/docs BIN={place.folder}/venv/bin PAGES={page}"
+        place.run(make, MPLBACKEND="module://matplotlib_inline.backend_inline")
 
 
 class served:  # used as a function
