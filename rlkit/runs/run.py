@@ -443,8 +443,9 @@ class Run:
             self._several.log_trajectories(groups, self.step if step is None else step, **options)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Write the run as one HTML page, report.html in its folder. See ``rlkit.report.write``."""
-        page: Path = resolve_name("rlkit.report:write")(self.folder, None if out is None else Path(out))
+        """Write the run as one HTML page, report.html in its folder, with texts of tokens. See ``rlkit.report.write``."""
+        tokenizer = next((model.tokenizer for model in self._models.values() if hasattr(model, "tokenizer")), None)
+        page: Path = resolve_name("rlkit.report:write")(self.folder, out, tokenizer=tokenizer)
         return page
 
     def close(self) -> None:
