@@ -443,7 +443,7 @@ class Run:
             self._several.log_trajectories(groups, self.step if step is None else step, **options)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Write the run as one HTML page, report.html in its folder, with texts of tokens. See ``rlkit.report.write``."""
+        """Write the run as one HTML page, report.html in its folder. See ``rlkit.report.write``."""
         tokenizer = next((model.tokenizer for model in self._models.values() if hasattr(model, "tokenizer")), None)
         page: Path = resolve_name("rlkit.report:write")(self.folder, out, tokenizer=tokenizer)
         return page
@@ -599,7 +599,8 @@ def _acquire_lock(folder: Path) -> BaseFileLock:
 def _release_lock(lock: BaseFileLock, process: int) -> None:
     """Release a lock in the process that took it; a forked child, which has the same one, must not."""
     if os.getpid() == process:
-        lock.release(force=True)
+        with contextlib.suppress(OSError):  # the end of the process frees it
+            lock.release(force=True)
 
 
 def _check_name(where: str, name: object) -> str:
