@@ -599,7 +599,8 @@ def _acquire_lock(folder: Path) -> BaseFileLock:
 def _release_lock(lock: BaseFileLock, process: int) -> None:
     """Release a lock in the process that took it; a forked child, which has the same one, must not."""
     if os.getpid() == process:
-        lock.release(force=True)
+        with contextlib.suppress(OSError):  # the end of the process frees it
+            lock.release(force=True)
 
 
 def _check_name(where: str, name: object) -> str:
