@@ -406,30 +406,43 @@ def _report(options: argparse.Namespace) -> int:
     from rlkit import report
 
     folders = options.folders
-    tokenizer = _find_tokenizer(options.tokenizer, folders[0])
+    tokenizer = _find_tokenizer(options.tokenizer, folders)
     print(report.write(folders if len(folders) > 1 else folders[0], options.out, tokenizer=tokenizer))
     return 0
 
 
-def _find_tokenizer(model: str | None, folder: str) -> Tokenizer | None:
-    """Return the tokenizer of a model, else of the policy in a run's newest checkpoint; None if that names no model."""
-    from rlkit.backends import saves
+def _find_tokenizer(model: str | None, folders: Sequence[str]) -> Tokenizer | None:
+    """Return the tokenizer of a model, else of the policy that the runs have in common; None where it is unknown."""
+    from rlkit.backends.early import SMOLLM2
     from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
+
+    try:
+        models = {_find_model(folder) for folder in folders} if model is None else {model}
+        if len(models) > 1:
+            raise ConfigError("report", f"the runs have the models {sorted(map(str, models))}", "one model")
+        (found,) = models
+        if found == SMOLLM2:
+            from rlkit.backends.local.model.hub import model_path
+
+            found = model_path(found)
+        return None if found is None else ByteTokenizer() if found == "toy" else tokenizer_from(found)
+    except RlkitError as error:
+        if model is not None:
+            raise
+        warn(f"the page shows no texts of tokens; name the model with --tokenizer: {error}")  # it is useful without
+        return None
+
+
+def _find_model(folder: str) -> str | None:
+    """Return the model of the policy in a run's newest checkpoint; None if that names none."""
+    from rlkit.backends import saves
     from rlkit.runs import records
 
-    if model is not None:
-        return tokenizer_from(model)
     saved = [record.policy("policy") for record in records(folder, verify=False)]
     if not saved or saved[-1] is None or "://" in saved[-1]:
         return None
-    try:
-        _, state = saves.read(saved[-1], backend=None)
-        if state["backend"] == "toy":
-            return ByteTokenizer()
-        return tokenizer_from(state["model"]) if "model" in state else None
-    except RlkitError as error:  # the page is useful without texts
-        warn(f"the page shows no texts of tokens; name the model with --tokenizer: {error}")
-        return None
+    _, state = saves.read(saved[-1], backend=None)
+    return "toy" if state["backend"] == "toy" else state.get("model")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:

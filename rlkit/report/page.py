@@ -107,7 +107,8 @@ def write(
 
 def _describe_run(rows: Sequence[MetricsRow]) -> str:
     """Return how many steps a run made, and how long that took; later evaluations of its checkpoints are no part."""
-    own = [row for row in rows if not all(name.startswith("eval/") for name in row["metrics"])] or rows
+    evaluation = ("eval/", "time/eval")
+    own = [row for row in rows if not all(name.startswith(evaluation) for name in row["metrics"])] or rows
     seconds = max((row["time"] for row in own), default=0.0) - min((row["time"] for row in own), default=0.0)
     return f"{max((row['step'] for row in own), default=-1) + 1} steps in {seconds / 60:.1f} min"
 

@@ -121,10 +121,13 @@ def test_report(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("rlkit.report.write", write)
     toy, local, empty = (str(tmp_path / name) for name in ("run", "local", "empty"))
-    for words in ([toy], [local, toy, "--out", "x.html"], [empty], [empty, "--tokenizer", model]):
+    for words in ([toy], [local, local, "--out", "x.html"], [empty], [empty, "--tokenizer", model]):
         assert cli.main(["report", *words]) == 0
-    expected = [(toy, None, "ByteTokenizer"), ([local, toy], "x.html", model), (empty, None, "NoneType")]
+    expected = [(toy, None, "ByteTokenizer"), ([local, local], "x.html", model), (empty, None, "NoneType")]
     assert given == [*expected, (empty, None, model)]
+    with pytest.warns(UserWarning, match="the runs have the models"):  # ids of one are no tokens of the other
+        assert cli.main(["report", local, toy]) == 0
+    assert given[-1] == ([local, toy], None, "NoneType")
     Path(model).rename(tmp_path / "moved")
     with pytest.warns(UserWarning, match="name the model with --tokenizer"):
         assert cli.main(["report", local]) == 0
