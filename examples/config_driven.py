@@ -1,8 +1,8 @@
 """Training from one YAML file, with an environment and an algorithm of your own.
 
     python examples/config_driven.py                                             # seconds, on the toy backend
-    python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=rloo
-    python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=first_wins
+    python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=rloo name=rloo
+    python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=first_wins name=first
     python examples/config_driven.py examples/configs/stages.yaml            # imitation, reinforcement, distillation
     rlkit train examples/configs/chain_sum.yaml                                  # needs no code of yours
 
