@@ -26,11 +26,10 @@ from rlkit.errors import ConfigError
 from rlkit.recipes import tasks as environments
 from rlkit.recipes.algorithms import Method, resolve
 from rlkit.recipes.data import RAW, Example, fit, read_examples, read_rows
-from rlkit.recipes.settings import Experience, Format, Model, Operator, Settings, Taskset
-from rlkit.recipes.tasks import MASKED
+from rlkit.recipes.settings import Experience, Format, Model, Operator, Settings
 from rlkit.rollouts import Plan
 from rlkit.trajectory import Group, Trajectory
-from rlkit.types import OPTIONAL_OPTIONS, Adam, Lora, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, Adam, Lora, SamplingParams
 
 __all__ = ["NOTE", "Job", "Operators", "Policy", "Rows", "build_job", "check_rows", "choose_policy", "make_plan"]
 
@@ -40,19 +39,11 @@ NOTE = 15
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _OF_SAMPLERS = ("model", "base_url", "api_key", "dtype", "device", "client", "tokenizer", "project")
-_LOWEST = {
-    "buffer.batch_size": 1,
-    "buffer.train_batch_size": 0,
-    "buffer.total_epochs": 1,
-    "trainer.save_interval": 0,
-    "trainer.max_checkpoints_to_keep": 0,
-    "trainer.epochs": 1,
-    "trainer.critic_warmup": 0,
-    "explorer.eval_interval": 1,
-    "explorer.max_retry_times": 0,
-    "synchronizer.sync_interval": 1,
-    "synchronizer.sync_offset": 0,
-    "algorithm.optimizer.lr_warmup_steps": -1,
+_AT_LEAST = {
+    -1: "algorithm.optimizer.lr_warmup_steps",
+    0: "buffer.train_batch_size trainer.save_interval trainer.max_checkpoints_to_keep trainer.critic_warmup "
+    "explorer.max_retry_times synchronizer.sync_offset",
+    1: "buffer.batch_size buffer.total_epochs trainer.epochs explorer.eval_interval synchronizer.sync_interval",
 }
 CORRECTIONS = (
     *("token_tis", "sequence_tis", "icepop", "batch_normalized", "token_mask", "sequence_mask"),
@@ -215,24 +206,30 @@ def build_job(settings: Settings) -> Job:
     tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
     plan = make_plan(settings, method.recipe.repeat_times)
     held_out = environments.held_out_tasks(settings.buffer, plan.params)
-    _check_mode(settings, method, mode, evaluates=bool(held_out))
-    rolls_out = method.recipe.rolls_out
+    if mode == "bench" and not held_out:
+        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
+    rolls_out, name = method.recipe.rolls_out, settings.algorithm.algorithm_type
+    if mode == "explore" and not rolls_out:
+        raise ConfigError("mode", "is 'explore'", f"a mode that {name} supports", "it plays no episodes")
     source = environments.training_tasks(settings.buffer) if rolls_out and mode in ("both", "explore") else None
     rows, form = _read_rows(settings, method) if mode in ("both", "train") else (Rows(), None)
     stored = _read_stored(settings.buffer.trainer_input.experience_buffer) if rolls_out and mode == "train" else None
-    forms = [*([form] if form is not None else []), *environments.rendered_forms(inputs)]
+    forms = [*([] if form is None else [form]), *environments.rendered_forms(inputs)]
     _check_forms(settings.name, forms)
     if settings.monitor.monitor_type not in (None, "none"):
         tracking.registry[settings.monitor.monitor_type]  # raises UnknownNameError
     _check_needs(settings, method, policy, mode)
     if source is not None:
-        plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **_own_sampling(inputs.taskset)))
+        if inputs.taskset is not None:
+            plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **inputs.taskset.rollout_args.cut))
         _check_sampling(settings, method, policy.backend, plan.params, trains=mode == "both")
+    elsewhere = policy.options.get("sampler") is not None
+    kinds = [(each.name, each.default_workflow_type or inputs.default_workflow_type) for each in tasksets]
     job = Job(
         settings=settings,
         method=method,
         mode=mode,
-        total=_count_steps(settings, rows.examples if source is None and stored is None else source or stored or ()),
+        total=_count_steps(settings, source if source is not None else rows.examples if stored is None else stored),
         policy=policy,
         form=forms[0] if forms else tasksets[0].format if tasksets else Format(),
         tasks=source,
@@ -241,12 +238,8 @@ def build_job(settings: Settings) -> Job:
         rows=rows,
         stored=stored,
         operators=operators,
-        masked=frozenset(
-            x.name for x in tasksets if (x.default_workflow_type or inputs.default_workflow_type) in MASKED
-        ),
-        correction=_choose_correction(
-            settings.algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None
-        ),
+        masked=frozenset(name for name, kind in kinds if kind in environments.MASKED),
+        correction=_choose_correction(settings.algorithm.correction, method, elsewhere=elsewhere),
         needs=method.recipe.needs if mode in ("both", "train") else (),
     )
     job.adam(0)  # raises for a wrong number
@@ -255,10 +248,6 @@ def build_job(settings: Settings) -> Job:
     of_verl = ["trainer.trainer_config"] if settings.trainer.trainer_config.keys() - {"critic"} else []
     _log_ignored([*settings.without_effect, *of_verl, *method.unused, *operators.unused], settings.not_followed)
     return job
-
-
-def _find_masked(tasksets: Sequence[Taskset], default: str | None) -> frozenset[str]:
-    return frozenset(each.name for each in tasksets if (each.default_workflow_type or default) in MASKED)
 
 
 def _log_ignored(ignored: Sequence[str], not_followed: Sequence[str]) -> None:
@@ -276,8 +265,9 @@ def _check_numbers(settings: Settings) -> None:
         path = Path(getattr(settings, where))
         if path.is_absolute() or ".." in path.parts:
             raise ConfigError(where, f"is {str(path)!r}", "a name below checkpoint_root_dir")
-    for where, low in _LOWEST.items():
-        _check.integer(where, attrgetter(where)(settings), low=low)
+    for low, keys in _AT_LEAST.items():
+        for where in keys.split():
+            _check.integer(where, attrgetter(where)(settings), low=low)
     optimizer = settings.algorithm.optimizer
     for where, high in (("lr", None), ("min_lr_ratio", 1.0), ("lr_warmup_steps_ratio", 1.0)):
         _check.real(f"algorithm.optimizer.{where}", getattr(optimizer, where), low=0.0, high=high)
@@ -285,19 +275,7 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two")
     _check.choice("algorithm.correction", settings.algorithm.correction, ("auto", "none", *CORRECTIONS))
     read_critic_loss(settings)
-    steps, total = settings.trainer.total_steps, settings.buffer.total_steps
-    if None not in (steps, total) and steps != total:
-        raise ConfigError("trainer.total_steps", f"is {steps}", f"buffer.total_steps, {total}")
-    if settings.model.max_model_len is not None:
-        _check.integer("model.max_model_len", settings.model.max_model_len, low=2)
-
-
-def _check_mode(settings: Settings, method: Method, mode: str, *, evaluates: bool) -> None:
-    if mode == "bench" and not evaluates:
-        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
-    if mode == "explore" and not method.recipe.rolls_out:
-        name = settings.algorithm.algorithm_type
-        raise ConfigError("mode", "is 'explore'", f"a mode that {name} supports", "it plays no episodes")
+    _check.optional(_check.integer, "model.max_model_len", settings.model.max_model_len, low=2)
 
 
 def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) -> None:
@@ -318,23 +296,18 @@ def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) 
         raise ConfigError("algorithm.entropy_loss_fn", "is 'exact'", "default", why)
 
 
-def _own_sampling(taskset: Taskset | None) -> dict[str, Any]:
-    return {} if taskset is None else taskset.rollout_args.cut
-
-
 def _check_sampling(settings: Settings, method: Method, backend: str, params: SamplingParams, *, trains: bool) -> None:
     """Raise if the sampling settings do not fit the loss or the backend."""
     inputs = settings.buffer.explorer_input
-    played = {"buffer.explorer_input.taskset": inputs.taskset} if inputs.taskset is not None else {}
-    played |= {f"buffer.explorer_input.tasksets[{i}]": each for i, each in enumerate(inputs.tasksets)}
+    played = {} if inputs.taskset is None else {"taskset": inputs.taskset}
+    played |= {f"tasksets[{i}]": each for i, each in enumerate(inputs.tasksets)}
     for where, taskset in played.items():
         own = taskset.rollout_args.temperature
-        key = "model.temperature" if own is None else f"{where}.rollout_args.temperature"
+        key = "model.temperature" if own is None else f"buffer.explorer_input.{where}.rollout_args.temperature"
         drawn = params if own is None else attrs.evolve(params, temperature=own)
         if "sampling_logprobs" in method.inputs and (drawn.temperature == 0 or drawn.reshapes):
-            options = drawn.sampling_options.items()
-            others = {k: v for k, v in options if k in ("top_p", "top_k") or v != OPTIONAL_OPTIONS.get(k, v)}
-            what = f"is {drawn.temperature}, " + ", ".join(f"{name} {value}" for name, value in others.items())
+            shown = [f"{k} {v}" for k, v in drawn.sampling_options.items() if v != OPTIONAL_OPTIONS.get(k)]
+            what = f"is {', '.join(shown).removeprefix('temperature ')}"
             why = f"the loss {method.recipe.loss} forms a ratio to the sampling policy"
             raise ConfigError(key, what, "sampling from the whole distribution", why)
         if backend != "tinker":
@@ -385,22 +358,13 @@ def check_rows(job: Job) -> None:
 
 def make_plan(settings: Settings, n: int) -> Plan:
     """Return the plan of episodes, without the chat and the seed."""
-    model, explorer = settings.model, settings.explorer
-    length = model.max_model_len
+    model, explorer, length = settings.model, settings.explorer, settings.model.max_model_len
     if length is None and model.max_prompt_tokens is not None:
         length = model.max_prompt_tokens + model.max_response_tokens
+    options = {name: getattr(model, name) for name in SAMPLING_OPTIONS}
     return Plan(
         n=n,
-        params=SamplingParams(
-            model.max_response_tokens,
-            model.temperature,
-            model.top_p,
-            model.top_k,
-            min_p=model.min_p,
-            repetition_penalty=1.0 if model.repetition_penalty is None else model.repetition_penalty,
-            presence_penalty=model.presence_penalty,
-            frequency_penalty=model.frequency_penalty,
-        ),
+        params=SamplingParams(model.max_response_tokens, **{k: x for k, x in options.items() if x is not None}),
         max_turns=explorer.max_turns,
         max_total_tokens=explorer.max_total_tokens,
         max_length=length,
@@ -425,25 +389,21 @@ def choose_policy(settings: Settings) -> Policy:
     if path is None and name != "toy":
         raise ConfigError("model.model_path", "is not given", "a directory, a hub id, or a service's name")
     options: dict[str, object] = {} if path is None else {"model": path}
-    options |= _choose_tinker_options(model) if name == "tinker" else {"lora": choose_lora(model)}
+    if name == "tinker":
+        names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed")
+        options["lora"] = Lora(**{each: getattr(model.tinker, each) for each in names})
+        options |= {} if model.tinker.base_url is None else {"base_url": model.tinker.base_url}
+        key = os.environ.get("TRINITY_API_KEY")
+        options |= {"api_key": key} if key and "TINKER_API_KEY" not in os.environ else {}
+    else:
+        options["lora"] = choose_lora(model)
     if engine.dtype is not None and name == "local":
         options["dtype"] = engine.dtype
-    seed = engine.seed if settings.seed is None else settings.seed
-    _check.check_keywords("options", backend, dict(settings.options))
+    _check.check_keywords("options", backend, settings.options)
     options |= settings.options
     if settings.options and hasattr(backend, "check_options"):
         backend.check_options(**options)
-    return Policy(name, options, seed)
-
-
-def _choose_tinker_options(model: Model) -> dict[str, object]:
-    names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed")
-    options: dict[str, object] = {"lora": Lora(**{name: getattr(model.tinker, name) for name in names})}
-    if model.tinker.base_url is not None:
-        options["base_url"] = model.tinker.base_url
-    if "TINKER_API_KEY" not in os.environ and os.environ.get("TRINITY_API_KEY"):
-        options["api_key"] = os.environ["TRINITY_API_KEY"]
-    return options
+    return Policy(name, options, engine.seed if settings.seed is None else settings.seed)
 
 
 def choose_lora(model: Model) -> Lora:
@@ -480,17 +440,19 @@ def read_critic_loss(settings: Settings) -> tuple[float | None, dict[str, float]
     Raises:
         ConfigError: two rates disagree, or a number is out of range.
     """
-    where, rate = "trainer.trainer_config.", settings.algorithm.critic_lr
-    critic = settings.trainer.trainer_config.get("critic")
-    critic = critic if isinstance(critic, Mapping) else {}
-    optim, clip = critic.get("optim"), critic.get("cliprange_value")
-    own_rate = optim.get("lr") if isinstance(optim, Mapping) else None
-    if own_rate is not None:
-        number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
-        if rate not in (None, number):
-            raise ConfigError(f"{where}critic.optim.lr", f"is {number}", f"algorithm.critic_lr, {rate}")
-        rate = number
-    return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
+    where, rate = "trainer.trainer_config.critic.", settings.algorithm.critic_lr
+    given = _get(settings.trainer.trainer_config, "critic")
+    lr, clip = _get(_get(given, "optim"), "lr"), _get(given, "cliprange_value")
+    if lr is not None:
+        lr = _check.real(f"{where}optim.lr", lr, low=0.0)
+        if rate not in (None, lr):
+            raise ConfigError(f"{where}optim.lr", f"is {lr}", f"algorithm.critic_lr, {rate}")
+        rate = lr
+    return rate, {} if clip is None else {"clip": _check.real(f"{where}cliprange_value", clip, above=0.0)}
+
+
+def _get(section: object, key: str) -> Any:
+    return section.get(key) if isinstance(section, Mapping) else None
 
 
 def _read_stored(buffer: Experience | None) -> Sequence[Group]:
@@ -522,7 +484,7 @@ def _read_rows(settings: Settings, method: Method) -> tuple[Rows, Format | None]
         named = (settings.algorithm.sample_strategy_args or {}).get("sft_dataset_name")
         if named is None and len(known) != 1:
             raise ConfigError(where, f"has {len(known)} entries", "one, the demonstrations", name)
-        if named is not None and named not in known:
+        if named is not None and named not in [*known]:
             what = f"has no {named!r}, the value of sft_dataset_name"
             raise ConfigError(where, what, f"one of: {', '.join(known) or 'none'}")
         key = next(iter(known)) if named is None else str(named)
@@ -534,6 +496,8 @@ def _read_rows(settings: Settings, method: Method) -> tuple[Rows, Format | None]
 
 def _count_steps(settings: Settings, learnt_from: Sequence[object] | TaskSource) -> int:
     total, trainer = settings.buffer.total_steps, settings.trainer.total_steps
+    if None not in (total, trainer) and trainer != total:
+        raise ConfigError("trainer.total_steps", f"is {trainer}", f"buffer.total_steps, {total}")
     if total is not None or trainer is not None:
         if settings.buffer.total_epochs != 1:
             logger.info("without effect: buffer.total_epochs (total_steps sets the length)")
@@ -571,35 +535,33 @@ def _keep_mixed(group: Group, *, metric_key: str = "accuracy", correct_threshold
     return group.trajectories if 0 < right < len(group) else []
 
 
-_FILTERS: Mapping[str, Callable[..., Sequence[Trajectory]]] = {
+_MASK = "mask_response_truncated"
+_OPERATORS: Mapping[str, Callable[..., Sequence[Trajectory]] | None] = {
     "reward_filter": _keep_rewarded,
     "reward_std_filter": _keep_varied,
     "dapo_dynamic_sampling": _keep_mixed,
+    _MASK: None,
+    "pass_rate_calculator": None,  # without effect, since tasks are shuffled
+    "invalid_reward_filter": None,  # without effect, since unscored episodes do not train
 }
-_MASK = "mask_response_truncated"
-_IDLE_OPERATORS = (
-    "pass_rate_calculator",
-    "invalid_reward_filter",
-)  # tasks are shuffled; unscored episodes do not train
 
 
 def read_operators(given: Sequence[Operator]) -> Operators:
     """Return the operators that settings name. Raises ConfigError: one is unknown, or has another argument."""
-    filters, masks, unused = list[Callable[[Group], Sequence[Trajectory]]](), False, list[str]()
-    for i, (name, args) in enumerate((each.name, each.args) for each in given):
+    filters, unused = list[Callable[[Group], Sequence[Trajectory]]](), list[str]()
+    for i, each in enumerate(given):
         where = f"data_processor.experience_pipeline.operators[{i}]"
-        if name not in (*_FILTERS, _MASK, *_IDLE_OPERATORS):
-            near = _check.suggest(name, [*_FILTERS, _MASK, *_IDLE_OPERATORS])
-            raise ConfigError(f"{where}.name: unknown operator {name!r}{near}")
-        if name in _IDLE_OPERATORS:
+        if each.name not in _OPERATORS:
+            raise ConfigError(f"{where}.name: unknown operator {each.name!r}{_check.suggest(each.name, _OPERATORS)}")
+        keep = _OPERATORS[each.name]
+        if keep is None and each.name != _MASK:
             unused.append(where)
             continue
-        known = list(inspect.signature(_FILTERS[name]).parameters)[1:] if name in _FILTERS else []
-        for key, value in args.items():
+        known = [] if keep is None else list(inspect.signature(keep).parameters)[1:]
+        for key, value in each.args.items():
             if key not in known:
                 raise ConfigError(f"{where}.args.{key}: unknown setting{_check.suggest(key, known)}")
             if key != "metric_key":
                 _check.real(f"{where}.args.{key}", value)
-        masks = masks or name == _MASK
-        filters += [functools.partial(_FILTERS[name], **args)] if name in _FILTERS else []
-    return Operators(filters, masks, unused)
+        filters += [] if keep is None else [functools.partial(keep, **each.args)]
+    return Operators(filters, any(each.name == _MASK for each in given), unused)

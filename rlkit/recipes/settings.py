@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -48,6 +48,7 @@ IGNORED = {
     "Log": "group_by_node save_dir",
 }
 # Keys that would change training, and that rlkit does not support: they may be null, false, 0, "none" or disabled.
+_ENGINES = "trust_remote_code external_model_config enable_multimodal enable_return_routed_experts"
 REFUSED = {
     "Settings": "cod",
     "Algorithm": "rollout_correction enable_router_replay",
@@ -57,10 +58,8 @@ REFUSED = {
     "DataProcessor": "task_pipeline",
     "ExperiencePipeline": "inputs output",
     "Explorer": "dynamic_timeout",
-    "RolloutModel": "trust_remote_code external_model_config enable_multimodal enable_return_routed_experts "
-    "rope_scaling rope_theta ignore_eos min_response_tokens",
-    "Teacher": "trust_remote_code external_model_config enable_multimodal enable_return_routed_experts rope_scaling "
-    "rope_theta",
+    "RolloutModel": f"{_ENGINES} rope_scaling rope_theta ignore_eos min_response_tokens",
+    "Teacher": f"{_ENGINES} rope_scaling rope_theta",
     "Trainer": "trust_remote_code",
 }
 # Keys that have another name here.
@@ -79,47 +78,47 @@ RENAMED = {
 NOT_FOLLOWED = {"Taskset": "data_selector task_selector", "Experience": "replay_buffer data_selector"}
 
 
-def _leave_out(kind: type, values: object, where: str, ignored: list[str], not_followed: list[str]) -> object:
-    """Return a section of a file without the keys that it does not have and that may be left out."""
-    if not isinstance(values, Mapping):
-        return values
+def _leave_out(hint: object, value: object, where: str, left_out: Mapping[str, list[str]]) -> object:
+    """Return a value of a file without the keys that its sections lack and that may be left out, and list those."""
+    kind = _find_class(hint)
+    if kind is not None and isinstance(value, list):
+        return [_leave_out(kind, x, f"{where}{i}.", left_out) for i, x in enumerate(value)]
+    if kind is None or not isinstance(value, Mapping):
+        return value
+    if typing.get_origin(hint) is Mapping:
+        return {key: _leave_out(kind, x, f"{where}{key}.", left_out) for key, x in value.items()}
     hints, kept = typing.get_type_hints(kind), {}
-    for key, value in values.items():
-        name, path = str(key), f"{where}{key}"
-        if name not in hints and _may_leave_out(kind.__name__, name, value, path, hints):
-            if name in NOT_FOLLOWED.get(kind.__name__, "").split():
-                shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
-                not_followed += [path] if _is_on(config.to_plain(value)) and not shuffled else []
-            elif value is not None and name not in REFUSED.get(kind.__name__, "").split():  # which is off
-                ignored.append(path)
-            continue
-        kept[key] = value
-        for inner in _classes(hints.get(name)):
-            lists = (ignored, not_followed)
-            if isinstance(value, list):
-                kept[key] = [_leave_out(inner, x, f"{path}.{i}.", *lists) for i, x in enumerate(value)]
-            elif isinstance(value, Mapping) and typing.get_origin(hints[name]) is Mapping:
-                kept[key] = {k: _leave_out(inner, x, f"{path}.{k}.", *lists) for k, x in value.items()}
-            else:
-                kept[key] = _leave_out(inner, value, f"{path}.", *lists)
+    for key, x in value.items():
+        path, why = f"{where}{key}", None
+        if key not in hints:
+            why = _find_reason(kind.__name__, str(key), config.to_plain(x), path, hints)
+        if why is None:
+            kept[key] = _leave_out(hints.get(key), x, f"{path}.", left_out)
+        else:
+            left_out[why].append(path)
     return kept
 
 
-def _may_leave_out(section: str, name: str, value: object, path: str, known: Mapping[str, object]) -> bool:
-    """Return whether a key that a section does not have is left out. Raises ConfigError: it would change training."""
-    value = config.to_plain(value)
-    if name in RENAMED.get(section, {}):
-        if value is not None:
-            raise ConfigError(path, f"is {value!r}", "no value", f"set {RENAMED[section][name]} instead")
-        return True
-    if name in REFUSED.get(section, "").split():
-        if _is_on(value):
-            raise ConfigError(path, f"is {value!r}", "no value", "rlkit does not support what it switches on")
-        return True
-    patterns = f"{NOT_FOLLOWED.get(section, '')} {IGNORED.get(section, '')}".split()
-    if name in patterns:
-        return True
-    return any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(name, known)
+def _find_reason(section: str, name: str, value: object, path: str, known: Iterable[str]) -> str | None:
+    """Return why to leave out a key that a section lacks: it is "off", "without_effect" or "not_followed"; or None.
+
+    Raises:
+        ConfigError: it would change training.
+    """
+    renamed = RENAMED.get(section, {}).get(name)
+    if renamed is not None or name in REFUSED.get(section, "").split():
+        if _is_on(value) if renamed is None else value is not None:
+            why = f"set {renamed} instead" if renamed else "rlkit does not support what it switches on"
+            raise ConfigError(path, f"is {value!r}", "no value", why)
+        return "off"
+    if name in NOT_FOLLOWED.get(section, "").split():
+        shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
+        return "not_followed" if _is_on(value) and not shuffled else "off"
+    patterns = IGNORED.get(section, "").split()
+    matches = any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(name, known)
+    if name in patterns or matches:
+        return "off" if value is None else "without_effect"
+    return None
 
 
 def _is_on(value: object) -> bool:
@@ -129,11 +128,11 @@ def _is_on(value: object) -> bool:
     return bool(value) and str(value).lower() not in ("none", "null", "false", "0")  # texts: ${oc.env:NAME,false}
 
 
-def _classes(hint: object) -> list[type]:
-    """Return the settings classes in an annotation."""
+def _find_class(hint: object) -> type | None:
+    """Return the settings class in an annotation."""
     if isinstance(hint, type) and attrs.has(hint):
-        return [hint]
-    return [kind for part in typing.get_args(hint) for kind in _classes(part)]
+        return hint
+    return next((kind for part in typing.get_args(hint) if (kind := _find_class(part)) is not None), None)
 
 
 @attrs.frozen
@@ -485,9 +484,10 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Setti
     >>> settings.algorithm.algorithm_type, settings.buffer.batch_size, str(settings.folder)
     ('grpo', 8, 'checkpoints/rlkit/run')
     """
-    ignored, not_followed = list[str](), list[str]()
-    given = _leave_out(Settings, config.read(path, overrides), "", ignored, not_followed)
+    left_out: dict[str, list[str]] = {"off": [], "without_effect": [], "not_followed": []}
+    given = _leave_out(Settings, config.read(path, overrides), "", left_out)
     settings: Settings = config.structure(Settings, given)
+    ignored, not_followed = left_out["without_effect"], left_out["not_followed"]
     return attrs.evolve(
         settings,
         without_effect=(*settings.without_effect, *ignored),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from rlkit.chat import Chat
 from rlkit.credit import Item
 from rlkit.recipes import data, loop, tasks
 from rlkit.recipes.algorithms import best_of_group, resolve
-from rlkit.recipes.settings import Algorithm, Format, Taskset
+from rlkit.recipes.settings import Algorithm, Buffer, ExplorerInput, Format, Sampling, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -68,6 +70,9 @@ def test_the_bonus_of_entropy():
     """-coef log q is added to each token's advantage."""
     found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
     assert found[0] == [0.75, 0.75]
+    resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0}))
+    with pytest.raises(rlkit.ConfigError, match="which sft does not have"):
+        resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0.1}))
 
 
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4))
@@ -106,55 +111,55 @@ def test_the_best_of_each_group_trains():
     assert [a.tolist() for a in found.advantages] == [[1.0] * 2, [0.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
+ARGS = "policy_loss_fn_args"
 NAMES = [
-    ({"policy_loss_fn_args": {"clip_range": 0.2}}, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ({ARGS: {"clip_range": 0.2}}, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     (
-        {"policy_loss_fn_args": {"clip_range_high": 0.28, "clip_ratio_c": 3.0}},
+        {ARGS: {"clip_range_low": 0.1, "clip_range": 0.2}},
         "ppo",
-        {"clip_high_threshold": 1.28, "dual_clip": 3.0},
+        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2},
+    ),
+    ({ARGS: {"clip_range_low": 1.5, "clip_range_high": None}}, "ppo", {"clip_low_threshold": 0.0}),
+    ({ARGS: {"epsilon_low": 0.1, "epsilon_high": 0.3}}, "ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+    (
+        {ARGS: {"clip_range_high": 0.28, "clip_ratio_c": 3.0, "temperature": 1.0}},
+        *("ppo", {"clip_high_threshold": 1.28, "dual_clip": 3.0}),
     ),
     (
-        {"policy_loss_fn": "sppo", "policy_loss_fn_args": {"epsilon": 0.25}},
-        "sppo",
-        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25},
+        {"policy_loss_fn": "sppo", ARGS: {"epsilon": 0.25}},
+        *("sppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25}),
     ),
     (
-        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"epsilon_low_prime": 0.6, "temp": 2.0}},
-        "rec",
-        {"ring_low_threshold": 0.4, "temperature": 2.0},
+        {"policy_loss_fn": "rec", ARGS: {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0, "temp": 2.0}},
+        *("rec", {"ring_low_threshold": 0.4, "ring_high_threshold": 3.0, "temperature": 2.0}),
     ),
-    ({"algorithm_type": "mix", "policy_loss_fn_args": {"enable_phi_function": True}}, "mix", {"phi": True}),
+    ({"algorithm_type": "mix", ARGS: {"enable_phi_function": True}}, "mix", {"phi": True}),
+    ({"algorithm_type": "mix", "policy_loss_fn": "mix_chord"}, "mix", {"phi": True, "dual_clip": 3.0}),
     ({"bypass_old_logprobs": False, "policy_loss_fn": "decoupled_ppo"}, "decoupled_ppo", {}),
+    ({"algorithm_type": "dapo", "policy_loss_fn": "ppo"}, "ppo", {"clip_high_threshold": 1.28}),
     ({"policy_loss_fn": "cispo"}, "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28}),
     ({"policy_loss_fn": "sapo"}, "sapo", {"detached": True}),
     (
-        {"policy_loss_fn_args": {"enable_sequence_masking": True, "delta_sequence_masking": 0.2, "clip_ratio_c": 3.0}},
-        "opsm",
-        {"delta": 0.2, "dual_clip": 3.0},
+        {ARGS: {"enable_sequence_masking": True, "delta_sequence_masking": 0.2, "clip_ratio_c": 3.0}},
+        *("opsm", {"delta": 0.2, "dual_clip": 3.0}),
     ),
-    ({"policy_loss_fn_args": {"fallback_to_policy_gradient": True, "clip_range": 0.2}}, "reinforce", {}),
-    ({"policy_loss_fn_args": {"fallback_to_policy_gradient": False, "delta_sequence_masking": 0.1}}, "ppo", {}),
+    ({ARGS: {"fallback_to_policy_gradient": True, "clip_range": 0.2}}, "reinforce", {}),
+    ({ARGS: {"fallback_to_policy_gradient": False, "delta_sequence_masking": 0.1}}, "ppo", {}),
     (
-        {"policy_loss_fn": "cispo", "policy_loss_fn_args": {"enable_mask_clip": True, "mask_clip_range_high": 0.28}},
-        "cispo",
-        {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28, "unified_mask": True},
+        {"policy_loss_fn": "cispo", ARGS: {"enable_mask_clip": True, "mask_clip_range_high": 0.28}},
+        *("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28, "unified_mask": True}),
     ),
+    ({"algorithm_type": "topr", ARGS: {"advantage_threshold": 0.5}}, "topr", {"threshold": 0.5}),
     (
-        {"algorithm_type": "topr", "policy_loss_fn_args": {"advantage_threshold": 0.5}},
-        "topr",
-        {"threshold": 0.5},
-    ),
-    (
-        {"algorithm_type": "rec", "policy_loss_fn_args": {"clip_mode": "ring"}},
-        "rec",
-        {"clip_mode": "ring", "ring_low_threshold": 0.6, "ring_high_threshold": 1.4},
+        {"algorithm_type": "rec", ARGS: {"clip_mode": "ring"}},
+        *("rec", {"clip_mode": "ring", "ring_low_threshold": 0.6, "ring_high_threshold": 1.4}),
     ),
 ]
 
 
 @for_each(("settings", "loss", "args"), NAMES)
 def test_names_of_settings(settings, loss, args):
-    """Ranges become bounds on the ratio itself."""
+    """Ranges become bounds on the ratio itself, whatever the order of the keys."""
     method = resolve(Algorithm(**{"algorithm_type": "grpo", **settings}))
     assert method.loss == loss
     assert dict(method.loss_args) == pytest.approx(args)
@@ -162,7 +167,7 @@ def test_names_of_settings(settings, loss, args):
 
 @for_each(
     ("name", "estimator"),
-    [("k1", "k1"), ("k3", "k3"), ("abs", "abs"), ("low_var_kl", "clamped"), ("corrected_k3", "k3"), (None, "k1")],
+    [("k2", "k2"), ("k3", "k3"), ("abs", "abs"), ("low_var_kl", "clamped"), ("corrected_k3", "k3"), (None, "k1")],
 )
 def test_penalties(name, estimator):
     """Of an older policy there is none at the time of the penalty, so that the corrected one is k3, as in Trinity."""
@@ -180,14 +185,9 @@ def test_two_parts_of_a_mixed_loss():
     assert (method.recipe.weights, method.expert_weights) == ("token-sum", "token-mean")
 
 
-def test_texts():
-    """All tokens but the first are learnt, and nothing is put around them."""
-    tokenizer = rlkit.connect("toy").tokenizer
-    (datum,) = data.read_examples([{"prompt": "abc"}], "texts")[0].datums(Chat(tokenizer))
-    assert tokenizer.decode(datum.tokens) == "abc"
-    assert datum.mask.tolist() == [False, True, True]
+def test_a_text_of_one_token_has_nothing_to_learn():
     with pytest.raises(rlkit.DataError, match="row 0: its text has 1 tokens"):
-        data.read_examples([{"prompt": "a"}], "texts")[0].datums(Chat(tokenizer))
+        data.read_examples([{"prompt": "a"}], "texts")[0].datums(Chat(rlkit.connect("toy").tokenizer))
 
 
 def test_shares_of_the_expert():
@@ -196,6 +196,10 @@ def test_shares_of_the_expert():
     args = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
     chord = resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args=args))
     assert [chord.mu(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.4, 0.8, 0.5, 0.2])
+    default = resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu_peak": 0.8, "mu_valley": 0.2}))
+    assert [default.mu(step) for step in (0, 50, 100)] == pytest.approx([0.8, 0.5, 0.2])
+    with pytest.raises(rlkit.ConfigError, match="mu already has a schedule"):
+        resolve(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args={"mu": 0.3}))
 
 
 def test_files(tmp_path):
@@ -203,11 +207,7 @@ def test_files(tmp_path):
     given = [{"prompt": "a\u2028", "response": "b"}]  # some call it the end of a line; JSON does not
     (tmp_path / "x.jsonl").write_text(json.dumps(given[0], ensure_ascii=False) + "\r\n\n", "utf-8")
     (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
-    assert (
-        data.read_rows(str(tmp_path / "x.jsonl"), where="here")
-        == given
-        == data.read_rows(str(tmp_path / "x.json"), where="here")
-    )
+    assert all(data.read_rows(str(tmp_path / name), where="here") == given for name in ("x.jsonl", "x.json"))
     (tmp_path / "empty.jsonl").write_text("", "utf-8")
     (tmp_path / "torn.jsonl").write_text('{}\n\n{"a": ', "utf-8")
     (tmp_path / "list.jsonl").write_text("[1]\n", "utf-8")
@@ -225,9 +225,6 @@ def test_files(tmp_path):
 
 def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
     """A sentence says what a name of that form would need."""
-    import sys
-    import types
-
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(rlkit.ConfigError, match="a data set on a hub needs datasets"):
         data.read_rows("openai/gsm8k", where="here")
@@ -241,9 +238,8 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
     config = types.SimpleNamespace(HF_DATASETS_CACHE=str(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load, config=config))
     monkeypatch.setattr(data, "hub_trouble", lambda: "the hub does not answer")
-    with pytest.raises(
-        rlkit.ConfigError, match="'a/b' is not on this machine, and the hub does not answer; expected a"
-    ):
+    message = "'a/b' is not on this machine, and the hub does not answer; expected a"
+    with pytest.raises(rlkit.ConfigError, match=message):
         data.read_rows("a/b", where="here")
     (tmp_path / "a___b").mkdir()
     assert data.read_rows("a/b", where="here", subset="main")[0]["answer"] == "main train"
@@ -294,31 +290,12 @@ def test_several_environments(tmp_path):
     """A mixture in equal shares, each under its name and with its own sampling."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 2, "utf-8")
-    two = [Taskset(name=name, path=str(path), rollout_args=_sampling(0.5)) for name in ("one", "two")]
+    two = [Taskset(name=name, path=str(path), rollout_args=Sampling(temperature=0.5)) for name in ("one", "two")]
     found = tasks.training_tasks(_buffer(None, tasksets=two)).batch(0, 4)
     assert sorted(task.name for task in found) == ["one", "one", "two", "two"]
     assert found[0].settings.temperature == 0.5
     with pytest.raises(rlkit.ConfigError, match="a unique name"):
         tasks.training_tasks(_buffer(None, tasksets=[two[0], two[0]]))
-
-
-def test_conversations_that_are_imitated():
-    """The masked-in tokens are the assistant's, with the end of each of its turns, and nothing else."""
-    tokenizer = rlkit.connect("toy").tokenizer
-    said = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Ciao")]
-    messages = [{"role": role, "content": content} for role, content in said]
-    (example,) = data.read_examples([{"messages": messages}], "demonstrations")
-    (datum,) = example.datums(Chat(tokenizer))
-    assert tokenizer.decode(datum.select(datum.tokens), skip_special=False) == "Hello<|im_end|>Ciao<|im_end|>"
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    assert whole[: len(datum)].tolist() == datum.tokens.tolist()  # as the template has it
-    for rowless, message in (
-        ({"prompt": "a"}, "a field 'response'"),
-        ({"messages": messages[:1]}, "no message of the assistant"),
-        ({"messages": "text"}, "a list of messages"),
-    ):
-        with pytest.raises(rlkit.DataError, match=message):
-            data.read_examples([rowless], "demonstrations")
 
 
 def test_the_end_that_a_template_writes_is_learnt(monkeypatch):
@@ -334,26 +311,7 @@ def test_the_end_that_a_template_writes_is_learnt(monkeypatch):
     assert texts == ["b<|im_start|>", "b<|im_start|>", "c<|im_start|>"]
 
 
-def test_preferences():
-    """Chosen first; both go on from one prompt."""
-    tokenizer = rlkit.connect("toy").tokenizer
-    row = {"prompt": "Q", "chosen": "yes", "rejected": "no"}
-    (chosen, rejected) = data.read_examples([row], "pairs")[0].datums(Chat(tokenizer))
-    texts = [tokenizer.decode(d.select(d.tokens)) for d in (chosen, rejected)]
-    assert texts == ["yes", "no"]
-    n = int(np.argmax(chosen.mask))
-    assert chosen.tokens[:n].tolist() == rejected.tokens[:n].tolist()
-
-
-def _sampling(temperature):
-    from rlkit.recipes.settings import Sampling
-
-    return Sampling(temperature=temperature)
-
-
 def _buffer(taskset, **more):
-    from rlkit.recipes.settings import Buffer, ExplorerInput
-
     return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
 
 

@@ -81,11 +81,7 @@ def gradients(name, own=()):
         groups, places = played(method.recipe.level == "turn", 1 if name == "raft" else 4)
         beside = {
             key: Frozen(GIVEN[rows], places)
-            for key, rows in (
-                ("reference", "reference_logprobs"),
-                ("teacher", "teacher_logprobs"),
-                ("critic", "values"),
-            )
+            for key, rows in BESIDE.items()
             if key in (*method.recipe.needs, "reference" if method.wants_reference else "")
         }
         credited = loop.assign_credit(method, groups, **beside)
@@ -139,8 +135,8 @@ def defaults_of_theirs(name):
 
 
 def test_every_algorithm_of_theirs_is_here():
-    """By name; cpt is sft on all tokens of a text."""
-    assert {*CASES, "cpt"} <= set(algorithms.registry)
+    """By name; cpt is sft on all tokens of a text, dr_grpo is rlkit's name."""
+    assert {*CASES, "cpt", "dr_grpo"} <= set(algorithms.registry)
     assert resolve(Algorithm(algorithm_type="cpt")).loss == resolve(Algorithm(algorithm_type="sft")).loss
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,12 @@ def tasksets(given):
     return [x for x in (found.get("taskset"), *found.get("tasksets", []), *found.get("eval_tasksets", [])) if x]
 
 
-def placed(given, folder):
-    """The file with a folder of rows behind each path."""
+def placed(given, folder, stored):
+    """The file with a folder of rows for each path, and stored trajectories for a queue."""
     given = copy.deepcopy(given)
     trainer = given.get("buffer", {}).get("trainer_input", {})
+    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
+        trainer["experience_buffer"]["path"] = str(stored)
     read = [trainer[key] for key in ("experience_buffer",) if trainer.get(key, {}).get("storage_type") == "file"]
     for i, each in enumerate([*tasksets(given), *read, *trainer.get("auxiliary_buffers", {}).values()]):
         place = folder / str(i)
@@ -108,19 +111,18 @@ def placed(given, folder):
 def without(given):
     """The file with rows in the place of foreign tasks, and without what is Data-Juicer's."""
     given = copy.deepcopy(given)
-    given.get("buffer", {}).get("explorer_input", {}).update(
-        default_workflow_type="simple_workflow", default_eval_workflow_type="simple_workflow"
-    )
-    given.get("buffer", {}).get("explorer_input", {}).pop("default_reward_fn_type", None)
+    inputs, trainer = (given.get("buffer", {}).get(key, {}) for key in ("explorer_input", "trainer_input"))
+    inputs |= dict.fromkeys(("default_workflow_type", "default_eval_workflow_type"), "simple_workflow")
+    inputs.pop("default_reward_fn_type", None)
     for each in tasksets(given):
         for key in ("default_workflow_type", "default_reward_fn_type", "workflow_args", "reward_fn_args"):
             each.pop(key, None)
         (each.get("format") or {}).pop("image_key", None)
-    for each in given.get("buffer", {}).get("trainer_input", {}).get("auxiliary_buffers", {}).values():
+    for each in trainer.get("auxiliary_buffers", {}).values():
         (each.get("format") or {}).pop("image_key", None)
     given.pop("data_processor", None)
-    given.get("model", {}).pop("external_model", None)
-    given.get("model", {}).pop("enable_thinking", None)
+    for key in ("external_model", "enable_thinking"):
+        given.get("model", {}).pop(key, None)
     return given
 
 
@@ -157,10 +159,7 @@ def model(tmp_path_factory):
 
 def one_step(name, folder, backend, stored, model):
     """Train one step of a file, with only the model, the data, and the amount of work replaced."""
-    given = placed(FILES[name], folder)
-    trainer = given.get("buffer", {}).get("trainer_input", {})
-    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
-        trainer["experience_buffer"]["path"] = str(stored)
+    given = placed(FILES[name], folder, stored)
     if given.get("model", {}).get("enable_thinking"):
         template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
         given["model"]["custom_chat_template"] = template
@@ -169,11 +168,8 @@ def one_step(name, folder, backend, stored, model):
     own_model = contextlib.nullcontext(("local", {"model": str(model)}))
     with own_model if backend == "local" else table.backend(backend, folder) as (kind, options):
         own = [f"options.{key}={value}" for key, value in options.items() if key not in ("model", "base_url")]
-        own += [
-            f"backend={kind}",
-            f"model.tinker.enable={json.dumps(kind == 'tinker')}",
-            f"checkpoint_root_dir={folder}",
-        ]
+        own += [f"backend={kind}", f"model.tinker.enable={json.dumps(kind == 'tinker')}"]
+        own += [f"checkpoint_root_dir={folder}"]
         if "base_url" in options:
             own += ["model.tinker.base_model=toy", f"model.tinker.base_url={options['base_url']}"]
         elif "model" in options:
@@ -206,30 +202,23 @@ def test_files_that_train(backend, tmp_path, stored, model):
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
-@for_each("name", LOADED)
-def test_files_that_load(name, tmp_path_factory, stored):
-    """All keys and values are read, before anything is connected."""
+@for_each("name", FILES)
+def test_files_load(name, tmp_path_factory, stored):
+    """All keys and values are read before anything is connected, or what a file really needs is named.
+
+    With that left out, no other key of its is in the way.
+    """
     folder = tmp_path_factory.mktemp("file")
-    given = placed(FILES[name], folder)
-    trainer = given.get("buffer", {}).get("trainer_input", {})
-    if "://" in trainer.get("experience_buffer", {}).get("path", ""):
-        trainer["experience_buffer"]["path"] = str(stored)
-    (folder / "run.yaml").write_text(json.dumps(given), "utf-8")
     own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
-    (job,) = recipes.check(recipes.load(folder / "run.yaml", own))
+
+    def check(given):
+        (folder / "run.yaml").write_text(json.dumps(given), "utf-8")
+        return recipes.check(recipes.load(folder / "run.yaml", own))
+
+    given = placed(FILES[name], folder, stored)
+    if name in REFUSED:
+        with pytest.raises((rlkit.ConfigError, rlkit.UnknownNameError), match=re.escape(REFUSED[name])):
+            check(given)
+        given = without(given)
+    (job,) = check(given)
     assert job.config["algorithm"]["algorithm_type"] == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
-
-
-@for_each("name", REFUSED)
-def test_files_that_are_refused(name, tmp_path_factory):
-    """For what they really need; with that left out, no other key of theirs is in the way."""
-    folder = tmp_path_factory.mktemp("file")
-    given = placed(FILES[name], folder)
-    own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
-    path = folder / "run.yaml"
-    path.write_text(json.dumps(given), "utf-8")
-    with pytest.raises((rlkit.ConfigError, rlkit.UnknownNameError)) as refusal:
-        recipes.check(recipes.load(path, own))
-    assert REFUSED[name] in str(refusal.value)
-    path.write_text(json.dumps(without(given)), "utf-8")
-    recipes.check(recipes.load(path, own))
