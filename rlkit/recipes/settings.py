@@ -22,11 +22,14 @@ from rlkit.types import OPTIONAL_OPTIONS
 
 __all__ = ["Algorithm", "Settings", "Taskset", "load"]
 
+_ENGINE_KEYS = (
+    "model_path name engine_* *_parallel_size enable_* enforce_eager use_v1 gpu_* *_engine_args *_parser logprobs "
+    "base_port api_key nnodes node_rank weight_sync_* bundle_* ray_* sync_method checkpoint_job_dir cuda_* lora_* cache_dir"
+)
 # Section -> patterns of keys for Trinity-RFT's engines, workers, services and files, which rlkit does not have. A
-# pattern takes no key that is close to one of the section's own: that is a typing error.
+# pattern takes no key that is close to one that means something: that is a typing error.
 IGNORED = {
     "Settings": "cluster service checkpoint_job_dir ray_* ignore_validator_*",
-    "Algorithm": "sample_strategy",  # the algorithm has one
     "Model": "enable_prompt_truncation logprobs *_loras",
     "LoraConfig": "base_model_name lora_dtype is_dummy",
     "Buffer": "explorer_output tokenizer_path cache_dir",
@@ -35,14 +38,14 @@ IGNORED = {
     "Sampling": "logprobs n",
     "Experience": "capacity max_re* enable_progress_* schema_type index batch_size tokenizer_* total_* ray_*",
     "ExperiencePipeline": "save_input input_save_path",
-    "RolloutModel": "*",
-    "Teacher": "*",
+    "RolloutModel": _ENGINE_KEYS,
+    "Teacher": f"{_ENGINE_KEYS} seed dtype temperature top_* repetition_penalty max_*_tokens min_*_tokens max_model_len "
+    "chat_template ignore_eos",
     "OverRollout": "wait_* return_partial_*",
     "Explorer": "name runner_* concurrent_mode max_repeat_times_per_runner env_vars max_inflight_* proxy_* listen_* "
     "service_* min_running_* db_url",
     "Trainer": "name trainer_type trainer_strategy trainer_config_path enable_preview save_* use_* max_token_* *_batch "
     "ulysses_* fix_* *offload* megatron",
-    "Optimizer": "optimizer_type",  # adam and adamw are AdamW
     "Synchronizer": "sync_method sync_style sync_timeout wait_for_* group_name explorer_world_size ray_*",
     "Monitor": "detailed_stats enable_* cache_dir",
     "Log": "group_by_node save_dir",
@@ -70,7 +73,8 @@ RENAMED = {
     "RolloutModel": {
         "chat_template": "model.custom_chat_template",
         "enable_thinking": "model.enable_thinking",
-        **{x: f"model.{x}" for x in ("temperature", "top_p", "top_k", "repetition_penalty")},
+        **{x: f"model.{x}" for x in ("temperature", "top_p", "top_k", "repetition_penalty", "max_model_len")},
+        **{x: f"model.{x}" for x in ("max_prompt_tokens", "max_response_tokens")},
     },
     "Synchronizer": dict.fromkeys(("explorer_sync_interval", "trainer_sync_interval"), "synchronizer.sync_interval"),
 }
@@ -114,8 +118,13 @@ def _find_reason(section: str, name: str, value: object, path: str, known: Itera
     if name in NOT_FOLLOWED.get(section, "").split():
         shuffled = isinstance(value, Mapping) and value.get("selector_type") == "shuffle"  # as it is done here
         return "not_followed" if _is_on(value) and not shuffled else "off"
-    patterns = IGNORED.get(section, "").split()
-    matches = any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(name, known)
+    patterns, live = (
+        IGNORED.get(section, "").split(),
+        {*known, *RENAMED.get(section, ()), *REFUSED.get(section, "").split()},
+    )
+    matches = any(fnmatch.fnmatchcase(name, x) for x in patterns) and not difflib.get_close_matches(
+        name, live, cutoff=0.8
+    )
     if name in patterns or matches:
         return "off" if value is None else "without_effect"
     return None
@@ -266,6 +275,7 @@ class Optimizer:
     lr_warmup_steps_ratio: float = 0.0
     min_lr_ratio: float = 0.01
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    optimizer_type: Literal["adam", "adamw"] = "adam"  # both are AdamW
     betas: Sequence[float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -291,6 +301,7 @@ class Algorithm:
     entropy_loss_fn_args: Mapping[str, Any] | None = None  # entropy_coef, by default 0
     loss_agg_mode: str | None = None  # a mode of ``advantages.token_weights``, over each optimizer step
     bypass_old_logprobs: bool = True  # false: ratios are to the policy before the step's first update
+    sample_strategy: Literal["default", "warmup", "mix"] | None = None  # the algorithm has one
     sample_strategy_args: Mapping[str, object] | None = None  # of mix: expert_data_ratio, sft_dataset_name
     correction: str = "auto"  # auto, none, or a name of ``rlkit.corrections``
 
