@@ -78,6 +78,11 @@ def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
     assert path.stat().st_ino == before.st_ino
     assert path.stat().st_size < before.st_size
     assert steps_of(tmp_path) == {name: list(range(5)) for name in LOGS}
+    assert _files.rewind(path, 4) == 1  # also from its beginning, where lines stay before those that go
+    assert path.stat().st_ino == before.st_ino
+    path.write_bytes(path.read_bytes()[:-1])
+    assert _files.rewind(path, 4) == 0
+    assert path.read_bytes().endswith(b"\n")  # where only the end of the last line is missing, it is added
 
 
 def test_logs_are_synced_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
