@@ -14,20 +14,23 @@ from pathlib import Path
 import numpy as np
 
 from rlkit._runtime import warn
-from rlkit.errors import CheckpointError
+from rlkit.errors import CheckpointError, RlkitError
 
 # Errors of systems that cannot sync, on network drives and some that are mounted by programs.
 _UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _warned: set[int] = set()  # devices
 _PIECE = 1 << 20  # bytes that are copied at a time
+_WORDS = ("NaN", "Infinity", "-Infinity")  # numbers that JSON has not, as json.dumps writes them
 
 
 @contextlib.contextmanager
-def as_checkpoint_error(path: Path, done: str) -> Iterator[None]:
+def as_checkpoint_error(path: object, done: str) -> Iterator[None]:
     """Turn the system's errors into a CheckpointError: ``path`` cannot be ``done``."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, RlkitError):  # one of its timeouts is an OSError, too
+            raise
         raise CheckpointError(f"{path}: cannot be {done}: {error}") from error
 
 
@@ -42,11 +45,9 @@ def append(path: Path, lines: Iterable[str], *, mode: int = 0o600) -> None:
     Raises:
         OSError: a line could not be written; earlier ones stay.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), mode)
-    with os.fdopen(descriptor, "rb+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        end = b"\n" if file.read(1) not in (b"\n", b"") else b""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), mode)
+    with os.fdopen(descriptor, "ab", buffering=0) as file:
+        end = b"" if _ends_line(path, file.seek(0, os.SEEK_END)) else b"\n"
         for line in lines:
             data = end + line.encode("utf-8", errors="backslashreplace") + b"\n"
             end = b""
@@ -94,29 +95,34 @@ def rewind(path: Path, step: int, position: int = 0) -> int:
             what = f"shrank from {position} to {size} bytes" if size < position else "has changed"
             warn(f"{path}: {what} since the checkpoint of step {step}: lines may be lost", RuntimeWarning)
             position = 0
-        return _rewind(path, step, position) if size else 0
+        return _drop_lines(path, step, position) if size else 0
 
 
-def _rewind(path: Path, step: int, position: int) -> int:
-    dropped = torn = 0
-    end, gap, scattered = position, False, False
-    for line, record, late in _read_tail(path, step, position):
-        dropped += late
-        torn += record is None and bool(line.strip())
-        if late or record is None:
-            gap = True
-        elif gap:
-            scattered = True
-        else:
-            end += len(line)
-    if scattered:
+def _drop_lines(path: Path, step: int, position: int) -> int:
+    parts = [[0, position]]  # what stays of the file: from where to where
+    end, dropped, torn = position, 0, 0
+    with path.open("rb") as file:
+        file.seek(position)
+        for line in file:
+            start, end = end, end + len(line)
+            record = read_line(line)
+            number = None if record is None else record.get("step")
+            late = isinstance(number, int) and number >= step
+            dropped += late
+            torn += record is None and bool(line.strip())
+            if record is None or late:
+                continue
+            if parts[-1][1] == start:
+                parts[-1][1] = end
+            else:
+                parts.append([start, end])
+    if len(parts) > 1:
         with replace_file(path) as temporary, path.open("rb") as old, temporary.open("wb") as new:
-            for start in range(0, position, _PIECE):
-                new.write(old.read(min(_PIECE, position - start)))
-            tail = _read_tail(path, step, position)
-            new.writelines(line for line, record, late in tail if record is not None and not late)
-    elif gap:
-        os.truncate(path, end)
+            for start, end in parts:
+                old.seek(start)
+                new.writelines(old.read(min(_PIECE, end - at)) for at in range(start, end, _PIECE))
+    elif parts[0][1] < end:
+        os.truncate(path, parts[0][1])
         sync(path)
     if not _ends_line(path, path.stat().st_size):
         with path.open("ab") as file:
@@ -124,16 +130,6 @@ def _rewind(path: Path, step: int, position: int) -> int:
     if torn:
         logging.getLogger(__name__).warning("%s: %d lines are incomplete and were skipped", path, torn)
     return dropped
-
-
-def _read_tail(path: Path, step: int, position: int) -> Iterator[tuple[bytes, dict[str, object] | None, bool]]:
-    """Yield each line after ``position``, its record, and whether it is of ``step`` or later."""
-    with path.open("rb") as file:
-        file.seek(position)
-        for line in file:
-            record = read_line(line)
-            found = None if record is None else record.get("step")
-            yield line, record, isinstance(found, int) and found >= step
 
 
 def _ends_line(path: Path, position: int) -> bool:
@@ -200,29 +196,13 @@ def make_private(path: Path) -> None:
             raise
 
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def to_json(value: float) -> float | str:
-    """Return the number as JSON has it: non-finite numbers become "NaN", "Infinity" or "-Infinity".
-
-    >>> [to_json(x) for x in (0.5, float("nan"), float("-inf"))]
-    [0.5, 'NaN', '-Infinity']
-    """
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
 def from_json(value: object) -> float | None:
-    """Return the number that ``to_json`` wrote; None for anything else.
+    """Return the number that ``plain`` wrote; None for anything else.
 
     >>> [from_json(x) for x in (1, "Infinity", "1", None, True)]
     [1.0, inf, None, None, None]
     """
-    if isinstance(value, str):
-        return _WORDS.get(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _WORDS):
         return None
     try:
         return float(value)
@@ -231,7 +211,7 @@ def from_json(value: object) -> float | None:
 
 
 def plain(value: object) -> object:
-    """Return ``value`` as plain JSON: numbers as ``to_json``, arrays as lists, anything else as text.
+    """Return ``value`` as plain JSON: numbers that are not finite as words, arrays as lists, anything else as text.
 
     >>> import numpy as np
     >>> plain({"rate": np.float32(0.5), "clip": float("inf"), 3: np.array([True, False]), "kind": complex})
@@ -248,4 +228,6 @@ def plain(value: object) -> object:
         return str(value) if isinstance(item, np.generic) else plain(item)  # of what Python has no number for
     if isinstance(value, int):
         return int(value)
-    return to_json(float(value)) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else json.dumps(float(value))
+    return str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -18,12 +17,9 @@ from rlkit.errors import ConfigError
 from rlkit.metrics import pass_at_k
 from rlkit.rollouts import Plan, Rollouts, rollout
 from rlkit.rollouts.api import listed, planned, run_in_thread
+from rlkit.trajectory.types import read_only
 
 __all__ = ["Evaluation", "Score", "evaluate", "evaluate_sync", "interval", "score"]
-
-
-def _read_only(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    return MappingProxyType(dict(value))
 
 
 @attrs.frozen
@@ -43,7 +39,7 @@ class Score:
     low: float
     high: float
     success: float
-    pass_at_k: Mapping[int, float] = attrs.field(converter=_read_only)
+    pass_at_k: Mapping[int, float] = attrs.field(converter=read_only)
     tasks: int
     episodes: int
     failed: int
@@ -58,7 +54,7 @@ class Evaluation:
         rollouts: the groups, to inspect or to store.
     """
 
-    scores: Mapping[str, Score] = attrs.field(converter=_read_only)
+    scores: Mapping[str, Score] = attrs.field(converter=read_only)
     rollouts: Rollouts = attrs.field(repr=False)
 
     @property

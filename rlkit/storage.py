@@ -26,7 +26,7 @@ VERSION = 4
 _OF_GROUP = ("env", "step", "number", "index")
 _DRAWN = ("stop_reason", "version", *SAMPLING_OPTIONS)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
-_PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
+_PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction", *_ENDS)  # of a trajectory
 
 
 class TornLine(UserWarning):
@@ -157,7 +157,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         before = np.concatenate([turn.prompt, turn.tokens])
     return {
         "reward": _number(trajectory.reward),
-        **{name: getattr(trajectory, name) for name in (*_PLAIN, *_ENDS)},
+        **{name: getattr(trajectory, name) for name in _PLAIN},
         "tags": dict(trajectory.tags),
         "metrics": dict(trajectory.metrics),
         "messages": [dict(message) for message in trajectory.messages],
@@ -176,7 +176,7 @@ def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
         several = None if each["rewards"] is None else [_reward(x) for x in each["rewards"]]
         turns.append(Turn(sample, _reward(each["reward"]), each["metrics"], rewards=several, weight=each["weight"]))
         before = np.concatenate([sample.prompt, sample.tokens])
-    return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, *_ENDS, "tags", "metrics", "messages")})
+    return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, "tags", "metrics", "messages")})
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import warnings
 from collections.abc import Mapping
 
 import attrs
@@ -109,25 +107,6 @@ def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
     path.write_bytes(whole + whole[:-1])  # only the end of line is missing: nothing is lost
     append(path, [odd()])
     assert len(list(read(path))) == 3
-
-
-def _write(path, number):
-    for _ in range(20):
-        append(path, [Group([], number=number)])
-
-
-def test_several_processes_append(tmp_path):
-    path = tmp_path / "a.jsonl"
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write, args=(path, i)) for i in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        numbers = [group.number for group in read(path)]
-    assert sorted(numbers) == [0] * 20 + [1] * 20 + [2] * 20
 
 
 @for_each(

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ import attrs
 
 from rlkit import _check
 from rlkit._check import checked
-from rlkit._files import plain, replace_file
+from rlkit._files import as_checkpoint_error, plain, replace_file
 from rlkit._runtime import warn
 from rlkit._secrets import mask
 from rlkit._seeds import resolve_seed
 from rlkit.backends import saves
-from rlkit.errors import BackendError, CheckpointError, ConfigError, RlkitError
+from rlkit.backends.protocol import Storage
+from rlkit.errors import BackendError, CheckpointError, ConfigError
 from rlkit.runs.state import decode
 
-__all__ = ["Record", "Retention", "find_checkpoint", "records"]
+__all__ = ["Record", "Retention", "records"]
 
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
@@ -40,27 +41,10 @@ _DAMAGE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, 
 _PACKAGES = ("rlkit-lm", "numpy", "torch", "transformers", "peft", "tinker", "reasoning-gym", "gem-llm", "openreward")
 
 
-@contextlib.contextmanager
-def as_checkpoint_error(what: str) -> Iterator[None]:
-    """Turn errors of the system inside the block into a CheckpointError."""
-    try:
-        yield
-    except RlkitError:  # a timeout of theirs is an OSError
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{what}: {error}") from error
-
-
-def _check_count(_: object, field: attrs.Attribute[Any], value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"its {field.name} is {_check.describe(value)}")
-
-
-def _check_paths(_: object, field: attrs.Attribute[Any], value: Mapping[str, object]) -> None:
+def _check_paths(_: object, field: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
     for role, path in value.items():  # within the run, elsewhere on this machine (which stays), or on a service
-        parts = Path(path).parts if isinstance(path, str) else ()
-        inside = len(parts) > 1 and ".." not in parts
-        if not inside and not (isinstance(path, str) and ("://" in path or Path(path).is_absolute())):
+        parts = Path(path).parts  # a TypeError unless it is text
+        if ("://" not in path and not Path(path).is_absolute()) and (len(parts) < 2 or ".." in parts):
             raise ValueError(f"its {role!r} in {field.name} is {path!r}, which is not a path in the run")
 
 
@@ -82,19 +66,17 @@ class Record:
     """
 
     path: Path
-    step: int = attrs.field(validator=[_check_count, attrs.validators.lt(10**8)])  # as many digits as in names
+    step: int = checked(attrs.NOTHING, _check.integer, low=0, high=10**8 - 1)  # as many digits as in names
     policies: Mapping[str, str] = attrs.field(factory=dict, validator=[_check_dict, _check_paths])
     kept: Mapping[str, Any] = attrs.field(factory=dict, validator=_check_dict)
     metrics: Mapping[str, float] = attrs.field(factory=dict, validator=_check_dict)
-    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_check_count))
+    seed: int | None = checked(None, _check.integer, none=True, low=0)
     logged: Mapping[str, object] = attrs.field(factory=dict, validator=_check_dict)
 
     def policy(self, role: str) -> str | None:
         """Return the path to resume that policy from; None where the checkpoint has none."""
         path = self.policies.get(role)
-        if path is None or "://" in path or Path(path).is_absolute():
-            return path
-        return str(self.path.parent.parent / path)
+        return path if path is None or "://" in path else str(self.path.parent.parent / path)
 
 
 def write(folder: Path, step: int, content: Mapping[str, object]) -> Record:
@@ -103,35 +85,26 @@ def write(folder: Path, step: int, content: Mapping[str, object]) -> Record:
     Raises:
         CheckpointError: it could not be written; no part of it remains.
     """
-    head = {"backend": "run", "step": step}
-    return check(read(saves.write(folder / CHECKPOINTS, f"step-{step:08d}", lambda _: head | dict(content))))
+    state = {"backend": "run", "step": step, **content}
+    return read(saves.write(folder / CHECKPOINTS, f"step-{step:08d}", lambda _: state))
 
 
-def read(path: Path) -> Record:
-    """Return the checkpoint at ``path``.
+def read(path: Path, *, verify: bool = True) -> Record:
+    """Return the checkpoint at ``path``; with ``verify``, check the policies that it saved against their checksums.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: something is missing or damaged.
     """
     _, state = saves.read(path, backend="run")
     fields = {name: state[name] for name in attrs.fields_dict(Record) if name != "path" and name in state}
     try:
         fields["metrics"] = {name: float(value) for name, value in decode(fields.get("metrics", {})).items()}
-        return Record(Path(path), **fields)
+        record = Record(Path(path), **fields)
     except _DAMAGE as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-
-
-def check(record: Record) -> Record:
-    """Check the files that the checkpoint refers to within its run against its checksums, and return it.
-
-    Raises:
-        CheckpointError: something is missing or damaged.
-    """
-    for role in record.policies:
-        path = record.policy(role)
-        if path is not None and "://" not in path:
-            saves.read(path, backend=None)
+    for saved in map(record.policy, record.policies if verify else ()):
+        if saved and "://" not in saved:
+            saves.read(saved, backend=None)
     return record
 
 
@@ -139,7 +112,7 @@ def paths(folder: Path) -> list[Path]:
     """Return the folders of its checkpoints, including damaged ones, oldest first."""
     found = []
     parent = folder / CHECKPOINTS
-    with as_checkpoint_error(f"{folder} cannot be read"):
+    with as_checkpoint_error(folder, "read"):
         for path in parent.iterdir() if parent.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):  # the run that is writing has removed it
                 if _NAME.fullmatch(path.name):
@@ -161,7 +134,7 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
         there, whole, damaged = paths(Path(folder)), [], []
         for path in there:
             try:
-                whole.append(check(read(path)) if verify else read(path))
+                whole.append(read(path, verify=verify))
             except CheckpointError as found:
                 damaged.append(found)
         if paths(Path(folder)) == there:
@@ -180,7 +153,7 @@ def find_latest(folder: Path) -> Record | None:
     there = paths(folder)
     for path in reversed(there):
         try:
-            return check(read(path))
+            return read(path)
         except CheckpointError as error:
             warn(f"skipped a checkpoint, resuming from the previous one: {error}", RuntimeWarning)
     if there:
@@ -188,26 +161,6 @@ def find_latest(folder: Path) -> Record | None:
             f"none of the {len(there)} checkpoints in {folder} is complete; start a new run in another folder"
         )
     return None
-
-
-def is_run(folder: object) -> bool:
-    """Return whether it is the path of a run's folder of checkpoints."""
-    if not isinstance(folder, (str, os.PathLike)):
-        return False
-    return os.path.isdir(Path(folder) / CHECKPOINTS)  # noqa: PTH112  # False for what cannot be a path, too
-
-
-def find_checkpoint(folder: str | os.PathLike[str], *, role: str = "policy", step: int | None = None) -> Record:
-    """Return a run's newest checkpoint that has the policy, or the one of ``step``.
-
-    Raises:
-        CheckpointError: no whole checkpoint has one.
-    """
-    saved = [record for record in records(folder) if step in (None, record.step) and record.policy(role) is not None]
-    if not saved:
-        which = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{folder} has no complete checkpoint{which} with a {role!r}")
-    return saved[-1]
 
 
 @attrs.frozen
@@ -249,13 +202,15 @@ class Retention:
         return [record for record in records if record.path not in staying]
 
 
-def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], None]) -> None:
-    """Remove what retention does not keep, by ``delete`` on a service; a failed removal does not end the run."""
+def prune(folder: Path, retention: Retention, service: Storage | None) -> None:
+    """Remove what retention does not keep, here and on a service; a failed removal does not end the run."""
     try:
         there = records(folder, verify=False)
         expired = retention.expired(there)
         for record in expired:
-            delete(delete_checkpoint(record))
+            for path in delete_checkpoint(record):
+                if service is not None:
+                    service.delete(path)
         remove_leftovers(folder, [record for record in there if record not in expired])
     except (OSError, BackendError) as error:
         warn(f"an old checkpoint could not be removed: {error}", RuntimeWarning)
@@ -306,9 +261,7 @@ def read_facts(folder: Path, seed: int | None, record: Record | None) -> dict[st
     if path.exists():
         try:
             facts = _read_json(path)
-            found, models = facts["seed"], dict(facts.get("models", {}))
-            if type(found) is not int or found < 0:
-                raise ValueError("its seed is not an integer >= 0")
+            found, models = _check.integer("seed", facts["seed"], low=0), dict(facts.get("models", {}))
             noted = found if noted is None else noted
         except (OSError, *_DAMAGE) as error:
             if noted is None:
@@ -317,9 +270,8 @@ def read_facts(folder: Path, seed: int | None, record: Record | None) -> dict[st
     noted = resolve_seed(seed) if noted is None else noted
     if seed is not None and seed != noted:
         raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {noted}")
-    started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    machine = {"started": started, **describe_machine()}
-    return {"format": 1, "seed": noted, "machine": machine, "models": models}
+    started = {"started": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}
+    return {"format": 1, "seed": noted, "machine": started | describe_machine(), "models": models}
 
 
 @functools.cache
@@ -350,7 +302,7 @@ def write_json(path: Path, content: object) -> None:
         CheckpointError: it cannot be written.
     """
     text = json.dumps(as_plain(content), indent=1, allow_nan=False)
-    with as_checkpoint_error(f"could not write {path}"), replace_file(path) as temporary:
+    with as_checkpoint_error(path, "written"), replace_file(path) as temporary:
         temporary.write_text(text, "utf-8")
 
 
@@ -392,7 +344,7 @@ def _differences(before: object, now: object, where: str = "") -> Iterator[str]:
 
 
 def _read_json(path: Path) -> Any:
-    if path.exists() and not path.is_file():  # a pipe or a device has no end
+    if not path.is_file():  # a pipe or a device has no end
         raise ValueError("it is not a file")
     return json.loads(path.read_text("utf-8"))
 

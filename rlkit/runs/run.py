@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name  # the report is above runs: a run finds it by name
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rlkit import _check, backends, tracking
-from rlkit._runtime import warn
+from rlkit._files import as_checkpoint_error
+from rlkit._runtime import Resource, warn
 from rlkit._seeds import epoch_places
 from rlkit.backends import Sampler, saves
 from rlkit.backends.protocol import Storage, TrainerBackend
@@ -46,7 +47,7 @@ _log = logging.getLogger("rlkit.runs")
 _open: weakref.WeakValueDictionary[tuple[int, Path], Run] = weakref.WeakValueDictionary()  # of this process
 
 
-class Run:
+class Run(Resource):
     """A training run on disk, for a loop that stays the user's own.
 
     ::
@@ -97,11 +98,10 @@ class Run:
         trackers: Sequence[str | Tracker] = ("jsonl", "console"),
     ) -> None:
         _check.require(isinstance(folder, (str, os.PathLike)) and str(folder), "Run(folder)", folder, "a path")
-        if retention is not None and not isinstance(retention, Retention):
-            raise ConfigError("Run(retention)", f"got {_check.describe(retention)}", "rlkit.Retention(...)")
-        if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-            raise ConfigError("Run(trackers)", f"got {_check.describe(trackers)}", "a sequence of names and trackers")
-        self.folder, self.retention = Path(folder).absolute(), retention or Retention()
+        self.folder, self.retention = Path(folder).absolute(), Retention() if retention is None else retention
+        _check.require(isinstance(self.retention, Retention), "Run(retention)", retention, "rlkit.Retention(...)")
+        listed = isinstance(trackers, Sequence) and not isinstance(trackers, str)
+        _check.require(listed, "Run(trackers)", trackers, "a sequence of names and trackers")
         self.closed = self._inside = False
         self.looping: int | None = None
         self._total: int | None = None
@@ -113,12 +113,10 @@ class Run:
         self._last_call: dict[str, Any] | None = None  # the arguments of the last ``checkpoint``
         self._signals: dict[int, dict[str, float]] | None = {}  # of the last steps; None once it has warned
         self._close_open_run()
-        with checkpoints.as_checkpoint_error(f"{folder} cannot be opened as a run"):
+        with as_checkpoint_error(folder, "opened as a run"):
             for path in (self.folder, self.folder / checkpoints.POLICIES, self.folder / checkpoints.CHECKPOINTS):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = _acquire_lock(self.folder)
-            self._release = weakref.finalize(self, _release_lock, lock, os.getpid())  # a forgotten run blocks no other
-            self._release.atexit = False
+            self._lock = _acquire_lock(self.folder)  # a run that is forgotten releases it, too
             try:
                 self._start(seed, config, trackers)
             except BaseException:
@@ -173,8 +171,7 @@ class Run:
                 without one, so that its training would be lost.
             CheckpointError: the checkpoint's policy cannot be loaded; the message names the checkpoint before.
         """
-        policy: TrainerBackend = self._connect(backends.connect, name, role, options)
-        return policy
+        return self._connect(backends.connect, name, role, options)
 
     def critic(self, name: str, *, role: str = "critic", **options: object) -> Critic:
         """Call ``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
@@ -185,11 +182,11 @@ class Run:
         """
         from rlkit.critics import critic
 
-        made: Critic = self._connect(critic, name, role, options)
+        made = self._connect(critic, name, role, options)
         self._critics.add(role)
         return made
 
-    def _connect(self, opener: Callable[..., Any], name: str, role: str, options: Mapping[str, object]) -> Any:
+    def _connect(self, opener: Callable[..., T], name: str, role: str, options: Mapping[str, object]) -> T:
         self._check_open("connect")
         seed = self._stream(f"connect/{_check_name('connect(role)', role)}").generate_state(1, np.uint32).item()
         asked = {"backend": name, **options}
@@ -199,41 +196,39 @@ class Run:
             if different:
                 text = f"connect: the run's {role!r} was opened with a different {different[0]}"
                 raise ConfigError(f"{text}; open the run again, rlkit.Run(folder), or set role= for another one")
-            return self._models[role]
+            there: T = self._models[role]
+            return there
         given = {"folder": str(self.folder / checkpoints.POLICIES), "seed": seed, **options}
         record = self.record
         saved = None if record is None else record.policy(role)
         if saved is not None:
-            given = {key: x for key, x in given.items() if key not in ("init_from", "resume_from", "seed")}
-            given["resume_from"] = saved
+            given = {key: x for key, x in given.items() if key not in ("init_from", "seed")} | {"resume_from": saved}
         elif record is not None and not {"init_from", "resume_from"} & options.keys():
-            there = ", ".join(map(repr, record.policies)) or "no policy"
-            raise ConfigError(
-                f"connect(role): the checkpoint of step {record.step} has {there}, but no {role!r}, so its "
-                "training would be lost; use another folder for a new run, or give a start with init_from="
-            )
+            roles = ", ".join(map(repr, record.policies)) or "no policy"
+            text = f"the checkpoint of step {record.step} has {roles}, but no {role!r}, so its training would be lost"
+            remedy = "use another folder for a new run, or give a start with init_from="
+            raise ConfigError(f"connect(role): {text}; {remedy}")
         try:
-            self._models[role] = opener(name, **given)
+            model = opener(name, **given)
         except CheckpointError as error:  # its files are whole, so nothing falls back in silence
             if record is None or saved is None:
                 raise
             older = [each.step for each in checkpoints.records(self.folder) if each.step < record.step]
             remedy = f"to resume from step {older[-1]}, remove {record.path}" if older else "use another folder"
             raise CheckpointError(f"{error}; {remedy}") from error
-        self._connected[role] = asked
-        self._note_models({})
-        return self._models[role]
+        self._models[role], self._connected[role] = model, asked
+        self._note_models(self._models)
+        return model
 
-    def _note_models(self, further: Mapping[str, object]) -> None:
+    def _note_models(self, models: Mapping[str, object]) -> None:
         """Write to run.json how each model was made: its backend, its options, and what became of them."""
-        models = dict(self._facts["models"])
-        for role, model in {**self._models, **further}.items():
-            asked = self._connected.get(role, {"backend": type(model).__name__})
-            backend, options = asked["backend"], {key: x for key, x in asked.items() if key != "backend"}
-            facts = {"backend": backend, "options": options, **getattr(model, "_facts", dict)()}
-            models[role] = checkpoints.as_plain(facts)
-        if models != self._facts["models"]:
-            self._facts["models"] = models
+        noted = dict(self._facts["models"])
+        for role, model in models.items():
+            options = dict(self._connected.get(role, {"backend": type(model).__name__}))
+            facts = {"backend": options.pop("backend"), "options": options, **getattr(model, "_facts", dict)()}
+            noted[role] = checkpoints.as_plain(facts)
+        if noted != self._facts["models"]:
+            self._facts["models"] = noted
             checkpoints.write_json(self.folder / "run.json", self._facts)
 
     def keep(self, name: str, kept: T) -> T:
@@ -250,10 +245,9 @@ class Run:
         """
         self._check_open("keep")
         if _check_name("keep(name)", name) in self._kept:
-            if self._kept[name] is kept:
-                return kept
-            why, what = "in a notebook, open the run again to redefine it", f"got {_check.describe(name)}"
-            raise ConfigError("keep(name)", what, "an unused name", why)
+            why = "in a notebook, open the run again to redefine it"
+            _check.require(self._kept[name] is kept, "keep(name)", name, "an unused name", why)
+            return kept
         capture(name, kept)
         if self.record is not None and name in self.record.kept:
             restore(name, kept, self.record.kept[name])
@@ -311,7 +305,9 @@ class Run:
                 if self._stop.signal is not None:
                     if self.saved < self.step and self._last_call is not None and not self.closed:
                         self.checkpoint(**self._last_call)  # the signal came after the step's own
-                    self._stop.end_loop(self.step)
+                    if self._stop.signal == signal.SIGTERM:
+                        raise SystemExit(143)
+                    raise _Stopped(f"stopped before step {self.step}; run again to continue")
         finally:
             self._inside, self.looping = False, None
             self._stop.unwatch()
@@ -360,42 +356,36 @@ class Run:
             "metrics": encode("checkpoint(metrics)", check_metrics(metrics or {}, after, "checkpoint")[0]),
             "seed": self.seed,
         }
-        with checkpoints.as_checkpoint_error("the logs could not be synced"):  # a checkpoint counts their lines
+        with as_checkpoint_error(self.folder, "synced"):  # the logs first: the checkpoint counts their lines
             content["logged"] = {name: x.sync() for name, x in self._logs.items() if callable(getattr(x, "sync", None))}
-        self._note_models(given)
+        self._note_models({**self._models, **given})
         saved = {role: self._models[role] for role in self._critics} | given if given else self._models
         futures = {role: model.save(f"step-{after:08d}") for role, model in saved.items()}
         content["policies"] = {role: self._relative(future.result()) for role, future in futures.items()}
         record = checkpoints.write(self.folder, after, content)
         self.saved = after
-        checkpoints.prune(self.folder, self.retention, self._delete)
+        service = next((model for model in self._models.values() if isinstance(model, Storage)), None)
+        checkpoints.prune(self.folder, self.retention, service)
         return record
 
     def _check_saved(self, given: Mapping[str, object]) -> None:
         """Raise if there is nothing to save, or it cannot be saved; warn of a first checkpoint without a policy."""
         for role, model in given.items():
-            if not callable(getattr(model, "save", None)):
-                what = f"got {_check.describe(model)}"
-                raise ConfigError(f"checkpoint({role})", what, "a policy, as connect returns")
+            good = callable(getattr(model, "save", None))
+            _check.require(good, f"checkpoint({role})", model, "a policy, as connect returns")
         if given or self._models:
             return
-        remedy = (
-            "connect the policy with run.connect(...) instead of rlkit.connect(...), or pass it: run.checkpoint(policy)"
-        )
+        remedy = "connect the policy with run.connect(...), not rlkit.connect(...), or pass it: run.checkpoint(policy)"
         if not self._kept:
             raise ConfigError(f"checkpoint: nothing to save; {remedy}")
         if self.saved == 0:
             warn(f"this checkpoint holds no policy; {remedy}", RuntimeWarning)
 
     def _relative(self, path: str) -> str:
-        within = "://" not in path and self.folder in Path(path).absolute().parents
-        return str(Path(path).absolute().relative_to(self.folder)) if within else path
-
-    def _delete(self, paths: Sequence[str]) -> None:
-        """Delete saves on a service."""
-        for owner in [model for model in self._models.values() if isinstance(model, Storage)][:1]:
-            for path in paths:
-                owner.delete(path)
+        if "://" in path:
+            return path
+        place = Path(path).absolute()
+        return str(place.relative_to(self.folder) if place.is_relative_to(self.folder) else place)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log numbers of this step with every tracker.
@@ -406,8 +396,8 @@ class Run:
                 instead.
         """
         self._check_open("log")
-        if not isinstance(metrics, Mapping):
-            raise DataError("log(metrics)", f"got {_check.describe(metrics)}", "a mapping from names to numbers")
+        good = isinstance(metrics, Mapping)
+        _check.require(good, "log(metrics)", metrics, "a mapping from names to numbers", error=DataError)
         at = self.step if step is None else step
         if self._several is not None:
             self._several.log(metrics, at)
@@ -428,10 +418,8 @@ class Run:
         self._signals, hint = None, "inspect the answers with rlkit report"
         cut = [known["rollout/cut"] for known in seen.values() if "rollout/cut" in known]
         if any(cut):
-            params = [
-                getattr(model, "_facts", dict[str, Any])().get("last sampling") for model in self._models.values()
-            ]
-            limit = next((f"={each.max_tokens}" for each in params if each is not None), "")
+            facts = [getattr(model, "_facts", dict[str, Any])() for model in self._models.values()]
+            limit = next((f"={each['last sampling'].max_tokens}" for each in facts if "last sampling" in each), "")
             hint = f"{100 * sum(cut) / len(cut):.0f} % of answers were cut at max_tokens{limit}"
         text = "no group had different rewards in the last 3 steps: the policy learned nothing; %s"
         _log.warning(text, hint)  # not a Warning, since -W error would end the run
@@ -461,11 +449,9 @@ class Run:
             if self._several is not None:
                 stack.callback(self._several.close, 0.5 if self._stop.abandoned else None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):  # the end of the process frees it, too
+            self._lock.release(force=True)
 
     def __repr__(self) -> str:
         return f"<Run {str(self.folder)!r}, step {self.step}{', closed' if self.closed else ''}>"
@@ -529,12 +515,6 @@ class _StopRequest:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
-    def end_loop(self, step: int) -> NoReturn:
-        """End the loop before ``step``, as the signal asked."""
-        if self.signal == signal.SIGTERM:
-            raise SystemExit(143)
-        raise _Stopped(f"stopped before step {step}; run again to continue")
-
     def _catch(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None or self.abandoned:
             self.signal, self.abandoned = number, True
@@ -587,8 +567,6 @@ def _acquire_lock(folder: Path) -> BaseFileLock:
     except Timeout as error:
         holder = path.read_text("utf-8", errors="replace").strip()
         who = f"process {holder}" if holder.isdecimal() else "another process"
-        if holder == str(os.getpid()):
-            who = "this process, which must close it first (run.close())"
         raise ConfigError(f"{folder} is in use by {who}; a run has one writer") from error
     if isinstance(lock, FileLock):  # else it is a file in the place of a lock, with its own content
         with contextlib.suppress(OSError):  # Windows allows no writing to a locked file
@@ -596,18 +574,11 @@ def _acquire_lock(folder: Path) -> BaseFileLock:
     return lock
 
 
-def _release_lock(lock: BaseFileLock, process: int) -> None:
-    """Release a lock in the process that took it; a forked child, which has the same one, must not."""
-    if os.getpid() == process:
-        with contextlib.suppress(OSError):  # the end of the process frees it
-            lock.release(force=True)
-
-
 def _check_name(where: str, name: object) -> str:
     """Return ``name`` if it is a text that is not empty and can be written, else raise a ConfigError."""
-    if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
-        raise ConfigError(where, f"got {_check.describe(name)}", "a name: a non-empty string")
-    return name
+    good = isinstance(name, str) and name and name.encode("utf-8", "replace").decode() == name
+    _check.require(good, where, name, "a name: a non-empty string")
+    return str(name)
 
 
 def sampler(path: str | os.PathLike[str], *, role: str = "policy", step: int | None = None, **options: Any) -> Sampler:
@@ -632,8 +603,13 @@ def sampler(path: str | os.PathLike[str], *, role: str = "policy", step: int | N
     0
     """
     saved = os.fspath(path)
-    if checkpoints.is_run(path):
-        saved = str(checkpoints.find_checkpoint(path, role=role, step=step).policy(role))
+    if os.path.isdir(Path(saved) / checkpoints.CHECKPOINTS):  # noqa: PTH112  # False for what cannot be a path, too
+        there = [record.policy(role) for record in checkpoints.records(saved) if step in (None, record.step)]
+        paths = [each for each in there if each is not None]
+        if not paths:
+            which = "" if step is None else f" of step {step}"
+            raise CheckpointError(f"{saved} has no complete checkpoint{which} with a {role!r}")
+        saved = paths[-1]
     if not saved.startswith("tinker://"):
         _, state = saves.read(saved, backend=None)
         return backends.sampler(state["backend"], path=saved, **options)

@@ -67,26 +67,25 @@ def opened(folder):
     return found
 
 
-def mutated(data, kind, draws):
+WORDS = [b"NaN", b"1e999", b"-1", b"null", b"[]", b"{}", b'"a"', b"9" * 5000, b"true", b"\\ud800", DEEP.encode()]
+
+
+def mutate(data, kind, draws):
     """One mutation of a file's bytes."""
-    place = int(draws.integers(max(1, len(data))))
-    length = int(draws.integers(1, 40))
-    if kind == "flip":
-        return data[:place] + bytes([data[place] ^ (1 << int(draws.integers(8)))]) + data[place + 1 :]
-    if kind == "cut":
-        return data[:place]
-    if kind == "zero":
-        return data[:place] + bytes(len(data[place : place + length])) + data[place + length :]
-    if kind == "drop":
-        return data[:place] + data[place + length :]
-    if kind == "twice":
-        return data[: place + length] + data[place:]
-    if kind == "noise":
-        return data[:place] + draws.bytes(length) + data[place:]
-    words = [b"NaN", b"1e999", b"-1", b"null", b"[]", b"{}", b'"a"', b"9" * 5000, b"true", b"\\ud800", DEEP.encode()]
-    digits = [i for i, byte in enumerate(data) if chr(byte).isdigit()] or [0]
-    at = digits[int(draws.integers(len(digits)))]
-    return data[:at] + words[int(draws.integers(len(words)))] + data[at + 1 :]  # another value for a number
+    at, length = int(draws.integers(max(1, len(data)))), int(draws.integers(1, 40))
+    before, part, after = data[:at], data[at : at + length], data[at + length :]
+    if kind.startswith("value"):  # another one for a number
+        digits = [i for i, byte in enumerate(data) if chr(byte).isdigit()] or [0]
+        at = digits[int(draws.integers(len(digits)))]
+        return data[:at] + WORDS[int(draws.integers(len(WORDS)))] + data[at + 1 :]
+    return {
+        "flip": before + bytes(byte ^ (1 << int(draws.integers(8))) for byte in part[:1]) + part[1:] + after,
+        "cut": before,
+        "zero": before + bytes(len(part)) + after,
+        "drop": before + after,
+        "twice": before + part + part + after,
+        "noise": before + draws.bytes(length) + part + after,
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "zero", "drop", "twice", "noise", "value", "value again"])
@@ -99,7 +98,7 @@ def test_mutations(tmp_path, whole, kind):
         folder = tmp_path / str(i)
         shutil.copytree(whole, folder)
         data = (folder / name).read_bytes()
-        (folder / name).write_bytes(mutated(data, kind, draws))
+        (folder / name).write_bytes(mutate(data, kind, draws))
         began = time.process_time()
         found = opened(folder)
         assert found[0] in (4, 3, 2, rlkit.CheckpointError), (name, found)

@@ -78,6 +78,11 @@ def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
     assert path.stat().st_ino == before.st_ino
     assert path.stat().st_size < before.st_size
     assert steps_of(tmp_path) == {name: list(range(5)) for name in LOGS}
+    assert _files.rewind(path, 4) == 1  # also from its beginning, where lines stay before those that go
+    assert path.stat().st_ino == before.st_ino
+    path.write_bytes(path.read_bytes()[:-1])
+    assert _files.rewind(path, 4) == 0
+    assert path.read_bytes().endswith(b"\n")  # where only the end of the last line is missing, it is added
 
 
 def test_logs_are_synced_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
@@ -129,15 +134,6 @@ def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name):
         assert steps_of(folder)[name][-2:] == [5, 6]
 
 
-def test_going_back_to_an_older_checkpoint(tmp_path):
-    """Where the newest is damaged, its logs go with it."""
-    play(tmp_path, 4)
-    shutil.rmtree(rlkit.runs.records(tmp_path)[-1].path)
-    with Run(tmp_path, trackers=("jsonl",)) as run:
-        assert run.step == 3
-    assert steps_of(tmp_path) == {name: [0, 1, 2] for name in LOGS}
-
-
 def test_a_tracker_of_ones_own_needs_no_place(tmp_path):
     """One that knows steps alone is told the step."""
 
@@ -163,7 +159,7 @@ class TestSeed:
     """The seed is in every checkpoint, and before the first one in run.json."""
 
     def test_it_comes_from_the_checkpoint(self, tmp_path):
-        """Whatever run.json is; it is written again. Another one that is given is refused as ever."""
+        """Whatever run.json is; it is written again."""
         play(tmp_path, 2)
         path = tmp_path / "run.json"
         other = '{"format": 1, "seed": 9}'
@@ -178,10 +174,15 @@ class TestSeed:
             assert len(said) == (text not in (None, other))
             assert all("run.json is damaged, and written again" in str(each.message) for each in said)
             assert json.loads(path.read_text())["seed"] == 0
-        with pytest.raises(rlkit.ConfigError, match="began with 0"):
-            Run(tmp_path, seed=9, trackers=())
 
-    def test_without_a_checkpoint_it_is_refused(self, tmp_path):
+    def test_without_a_checkpoint_it_comes_from_run_json(self, tmp_path):
+        """Another one is refused, and so is a damaged file."""
+        with Run(tmp_path, trackers=()) as run:
+            seed = run.seed
+        with Run(tmp_path, trackers=()) as run:
+            assert run.seed == seed
+        with pytest.raises(rlkit.ConfigError, match=f"began with {seed}"):
+            Run(tmp_path, seed=seed + 1, trackers=())
         for text in ("", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000, "{}"):
             (tmp_path / "run.json").write_text(text)
             with pytest.raises(rlkit.CheckpointError, match="damaged"):
