@@ -45,6 +45,17 @@ _AT_LEAST = {
     "explorer.max_retry_times synchronizer.sync_offset",
     1: "buffer.batch_size buffer.total_epochs trainer.epochs explorer.eval_interval synchronizer.sync_interval",
 }
+_LOSS_ARGS = "algorithm.policy_loss_fn_args"
+_OF_VERL = {  # keys of trainer.trainer_config -> the same here
+    **{key: f"algorithm.optimizer.{key}" for key in ("lr", "weight_decay", "betas", "min_lr_ratio")},
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), _LOSS_ARGS),
+    "grad_clip": "trainer.grad_clip",
+    "ppo_epochs": "trainer.epochs",
+    "loss_agg_mode": "algorithm.loss_agg_mode",
+    "entropy_coeff": "algorithm.entropy_loss_fn_args",
+    "kl_loss_coef": "algorithm.kl_loss_fn_args",
+    **dict.fromkeys(("gamma", "lam"), "algorithm.advantage_fn_args"),
+}
 CORRECTIONS = (
     *("token_tis", "sequence_tis", "icepop", "batch_normalized", "token_mask", "sequence_mask"),
     *("geometric_sequence_mask", "outlier_veto"),
@@ -276,6 +287,17 @@ def _check_numbers(settings: Settings) -> None:
     _check.choice("algorithm.correction", settings.algorithm.correction, ("auto", "none", *CORRECTIONS))
     read_critic_loss(settings)
     _check.optional(_check.integer, "model.max_model_len", settings.model.max_model_len, low=2)
+    _check.optional(_check.integer, "seed", settings.seed, low=0)
+    _check_verl("trainer.trainer_config", settings.trainer.trainer_config)
+
+
+def _check_verl(where: str, section: Mapping[str, Any]) -> None:
+    """Raise for a setting of verl that changes training and has another name here."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            _check_verl(f"{where}.{key}", value)
+        elif key in _OF_VERL and value is not None and not where.endswith("critic.optim"):
+            raise ConfigError(f"{where}.{key}", f"is {value!r}", "no value", f"set {_OF_VERL[key]} instead")
 
 
 def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) -> None:
@@ -283,6 +305,7 @@ def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) 
     algorithm, teachers = settings.algorithm, settings.explorer.auxiliary_models
     for key, value, need in (
         ("trainer.critic_warmup", settings.trainer.critic_warmup, "critic"),
+        ("algorithm.critic_lr", algorithm.critic_lr, "critic"),
         ("model.critic_model_path", settings.model.critic_model_path, "critic"),
         ("explorer.auxiliary_models", teachers, "teacher"),
     ):
@@ -302,19 +325,26 @@ def _check_sampling(settings: Settings, method: Method, backend: str, params: Sa
     played = {} if inputs.taskset is None else {"taskset": inputs.taskset}
     played |= {f"tasksets[{i}]": each for i, each in enumerate(inputs.tasksets)}
     for where, taskset in played.items():
-        own = taskset.rollout_args.temperature
-        key = "model.temperature" if own is None else f"buffer.explorer_input.{where}.rollout_args.temperature"
-        drawn = params if own is None else attrs.evolve(params, temperature=own)
+        own = taskset.rollout_args
+        drawn = params if own.temperature is None else attrs.evolve(params, temperature=own.temperature)
         if "sampling_logprobs" in method.inputs and (drawn.temperature == 0 or drawn.reshapes):
-            shown = [f"{k} {v}" for k, v in drawn.sampling_options.items() if v != OPTIONAL_OPTIONS.get(k)]
-            what = f"is {', '.join(shown).removeprefix('temperature ')}"
+            neutral = {"temperature": drawn.temperature or 1.0, "top_p": 1.0, "top_k": -1, **OPTIONAL_OPTIONS}
+            name, value = next((k, x) for k, x in drawn.sampling_options.items() if x != neutral[k])
+            key = (
+                f"model.{name}" if getattr(own, name) is None else f"buffer.explorer_input.{where}.rollout_args.{name}"
+            )
             why = f"the loss {method.recipe.loss} forms a ratio to the sampling policy"
-            raise ConfigError(key, what, "sampling from the whole distribution", why)
+            raise ConfigError(key, f"is {value}", f"{neutral[name]}, sampling from the whole distribution", why)
         if backend != "tinker":
             continue
         if any(getattr(drawn, name) != neutral for name, neutral in OPTIONAL_OPTIONS.items()):
             expected = "only top_p and top_k"
             raise ConfigError("model", "has min_p or a penalty", expected, "a Tinker service supports no others")
+        key = (
+            "model.temperature"
+            if own.temperature is None
+            else f"buffer.explorer_input.{where}.rollout_args.temperature"
+        )
         if drawn.temperature != 1 and trains and "off_temperature" not in settings.options:
             expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"
             raise ConfigError(key, f"is {drawn.temperature}", expected, why)

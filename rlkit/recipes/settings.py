@@ -24,7 +24,8 @@ __all__ = ["Algorithm", "Settings", "Taskset", "load"]
 
 _ENGINE_KEYS = (
     "model_path name engine_* *_parallel_size enable_* enforce_eager use_v1 gpu_* *_engine_args *_parser logprobs "
-    "base_port api_key nnodes node_rank weight_sync_* bundle_* ray_* sync_method checkpoint_job_dir cuda_* lora_* cache_dir"
+    "base_port api_key nnodes node_rank weight_sync_* bundle_* ray_* sync_method checkpoint_job_dir cuda_* lora_* "
+    "cache_dir"
 )
 # Section -> patterns of keys for Trinity-RFT's engines, workers, services and files, which rlkit does not have. A
 # pattern takes no key that is close to one that means something: that is a typing error.
@@ -39,8 +40,8 @@ IGNORED = {
     "Experience": "capacity max_re* enable_progress_* schema_type index batch_size tokenizer_* total_* ray_*",
     "ExperiencePipeline": "save_input input_save_path",
     "RolloutModel": _ENGINE_KEYS,
-    "Teacher": f"{_ENGINE_KEYS} seed dtype temperature top_* repetition_penalty max_*_tokens min_*_tokens max_model_len "
-    "chat_template ignore_eos",
+    "Teacher": f"{_ENGINE_KEYS} seed dtype temperature top_* repetition_penalty max_*_tokens min_*_tokens "
+    "max_model_len chat_template ignore_eos",
     "OverRollout": "wait_* return_partial_*",
     "Explorer": "name runner_* concurrent_mode max_repeat_times_per_runner env_vars max_inflight_* proxy_* listen_* "
     "service_* min_running_* db_url",
