@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
 __all__ = ["boxed_verdict", "dapo_verdict"]
@@ -46,9 +46,7 @@ def _last_box(text: str) -> str | None:
     r"""Return the content of the last box; None without one. ValueError: it is an \fbox, or begins otherwise."""
     if r"\boxed " in text:
         return text.rpartition(r"\boxed ")[2].partition("$")[0]
-    start = max(text.rfind(r"\boxed"), -1)
-    start = text.rfind(r"\fbox") if start < 0 else start
-    end = -1 if start < 0 else _closing(text, start)
+    start, end = _find_box(text)
     if end < 0:
         return None
     if not text.startswith(r"\boxed{", start):
@@ -56,14 +54,14 @@ def _last_box(text: str) -> str | None:
     return text[start + len(r"\boxed{") : end]
 
 
-def _closing(text: str, start: int) -> int:
-    """Return the position that closes the braces opened from ``start`` on; -1: none."""
-    depth = 0
-    for i in range(start, len(text)):
+def _find_box(text: str) -> tuple[int, int]:
+    r"""Return the positions of the last \boxed, else of the last \fbox, and of the brace that closes it; -1: none."""
+    start, depth = text.rfind(r"\boxed" if r"\boxed" in text else r"\fbox"), 0
+    for i in range(start, len(text) if start >= 0 else start):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if text[i] == "}" and depth == 0:
-            return i
-    return -1
+            return start, i
+    return start, -1
 
 
 _TABLE = tomllib.loads(resources.files(__package__).joinpath("_trinity_math.toml").read_text("utf-8"))
@@ -106,9 +104,9 @@ def _plain(text: str) -> str | None:
         text = str(_number_in_words(text))
     text = _braced_fractions(_rewrite(text, _BOXED_NUMBERS))
     text = _slash_as_fraction(text, or_roots=True)
-    if (text.startswith("{") and text.endswith("}")) or (text.startswith("(") and text.endswith(")")):
+    if text[:1] + text[-1:] in ("{}", "()"):
         text = text[1:-1]
-    return text.strip() or None if text else None
+    return text.strip() or None
 
 
 def _braced_fractions(text: str, *, empty_is_wrong: bool = False) -> str:
@@ -122,13 +120,12 @@ def _braced_fractions(text: str, *, empty_is_wrong: bool = False) -> str:
     for part in rest:
         if empty_is_wrong and not part:
             raise IndexError
-        if not part.startswith("{") and len(part) < 2:
-            return text
         if not part.startswith("{"):
+            if len(part) < 2:
+                return text
             below = part[1:] if part[1] == "{" else f"{{{part[1]}}}{part[2:]}"
-            written.append(f"{{{part[0]}}}{below}")
-        else:
-            written.append(part)
+            part = f"{{{part[0]}}}{below}"
+        written.append(part)
     return r"\frac".join(written)
 
 
@@ -202,15 +199,12 @@ def dapo_verdict(response: str, truth: str) -> bool:
     (True, True, False)
     """
     answer = response.rpartition("</think>")[2]
-    start = answer.rfind(r"\boxed")
-    start = answer.rfind(r"\fbox") if start < 0 else start
-    opened = answer.find("{", start) if start >= 0 else -1
-    end = _closing(answer, start) if start >= 0 else -1
-    boxed = answer[opened + 1 : end].strip() if opened >= 0 and end >= 0 else ""
+    start, end = _find_box(answer)
+    boxed = answer[answer.find("{", start) + 1 : end].strip() if end >= 0 else ""
     if not boxed and len(answer) > _SHOWN:
         boxed = f"{answer[:_SHOWN]}(... output is truncated.)"
     answer = boxed or answer
-    if _tidied(_unwrapped(truth)) == _tidied(_unwrapped(answer)):
+    if _tidied(truth) == _tidied(answer):
         return True
     texts = _without_units(truth), _without_units(answer)
     if texts[0] == texts[1] or (texts[1] and _equal_fractions(*texts)):
@@ -224,13 +218,13 @@ def dapo_verdict(response: str, truth: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    text = text.strip()
-    inner = re.search(r"^\\text\{(?P<inner>.+?)\}$", text)
-    return text if inner is None else inner["inner"].strip()
+    inner = re.search(r"^\\text\{(.+?)\}$", text)
+    return text if inner is None else inner[1]
 
 
 def _tidied(text: str) -> str:
     """Return an answer without units, spaces and meaningless signs of LaTeX; unchanged where that fails."""
+    text = _unwrapped(text.strip()).strip()
     short = _rewrite(text, _DAPO_SPELLINGS)
     if short.count(r"\text{ ") > 1:
         return text
@@ -252,9 +246,8 @@ def _tidied(text: str) -> str:
 
 def _without_units(text: str) -> str:
     """Return an answer as plain text in small letters: units and LaTeX read, numbers in one form."""
-    inner = re.search(r"^\\text\{(?P<inner>.+?)\}$", text)
-    text = _rewrite(text if inner is None else inner["inner"], _DAPO_NUMBERS)
-    if text.startswith("{") and text.endswith("}"):
+    text = _rewrite(_unwrapped(text), _DAPO_NUMBERS)
+    if text[:1] + text[-1:] == "{}":
         text = text[1:-1]
     text = re.sub(r",\\! *", "", text)
     value = _number(text)
@@ -358,17 +351,17 @@ def _without_base(text: str) -> str:
 
 def _interval(text: str) -> str:
     """Return SymPy's name of an interval in brackets."""
-    for name, left, right in (("", "[", "]"), (r"\.Ropen", "[", ")"), (r"\.Lopen", "(", "]"), (r"\.open", "(", ")")):
-        found = re.match(rf"^Interval{name}\((.*)\)$", text)
-        if found:
-            return f"{left}{found[1]}{right}"
-    return text
+    found = re.match(r"^Interval(|\.Ropen|\.Lopen|\.open)\((.*)\)$", text)
+    if found is None:
+        return text
+    brackets = {"": "[]", ".Ropen": "[)", ".Lopen": "(]", ".open": "()"}[found[1]]
+    return f"{brackets[0]}{found[2]}{brackets[1]}"
 
 
 # LaTeX as plain text: the text of commands. Others give only the content of their braces.
 _SIGNS: Mapping[str, str] = _TABLE["signs"] | {name: name for name in _TABLE["functions"]}
 _FONTS = ("mathbb", "mathbf", "mathcal", "mathfrak", "mathscr", "hat", "vec", "bar", "tilde", "dot")
-_TOKEN = re.compile(r"\\([a-zA-Z]+)\*?\s*|\\(.)|(.)", re.DOTALL)
+_TOKEN = re.compile(r"\\(?:([a-zA-Z]+)\*?\s*|(.))|(.)", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}(.*?)\\end\{[a-zA-Z]+\}", re.DOTALL)
 
 
@@ -376,48 +369,43 @@ def _read_latex(text: str) -> str:
     r"""Return LaTeX as plain text: \frac{1}{2} as 1/2, \sqrt2 as sqrt(2), signs and letters, no braces."""
     text = text.replace(r"\tfrac", r"\frac").replace(r"\dfrac", r"\frac").replace(r"\frac", r" \frac")
     text = _MATRIX.sub(lambda m: "[ " + re.sub(r"\s*\\\\\s*", "; ", m[1].strip()).replace("&", " ") + " ]", text)
-    return _rewrite(_Latex(text).read(), list(_TABLE["words"].items())).strip()
+    tokens = [sign or f"\\{name or escaped}" for name, escaped, sign in _TOKEN.findall(text)]
+    return _rewrite(_read_until("", tokens[::-1]), list(_TABLE["words"].items())).strip()
 
 
-class _Latex:
-    """One text, read from its beginning to its end."""
+def _read_until(closing: str, tokens: list[str]) -> str:
+    """Take tokens from the end of the list up to the closing sign, or all; return their text."""
+    parts = []
+    while tokens:
+        if tokens[-1] == closing:
+            tokens.pop()
+            break
+        parts.append(_read_next(tokens))
+    return "".join(parts)
 
-    def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
 
-    def read(self, closing: str = "") -> str:
-        """Return the text before the closing sign, or before the end."""
-        parts = []
-        while self._at < len(self._text):
-            if closing and self._text[self._at] == closing:
-                self._at += 1
-                break
-            parts.append(self._one())
-        return "".join(parts)
+def _read_next(tokens: list[str]) -> str:
+    sign = tokens.pop()
+    if sign == "{":
+        return _read_until("}", tokens)
+    if len(sign) == 1:
+        return sign.strip("}")
+    name = sign[1:]
+    if name == "frac":
+        return f"{_read_argument(tokens)}/{_read_argument(tokens)}"
+    if name == "sqrt":
+        if tokens[-1:] == ["["]:
+            tokens.pop()
+            _read_until("]", tokens)
+        return f"sqrt({_read_argument(tokens)})"
+    if name in _FONTS:
+        return f"<{name} {_read_argument(tokens)}>"
+    if name == "mbox":
+        _read_argument(tokens)
+    return _SIGNS.get(name, "")
 
-    def _one(self) -> str:
-        found = _TOKEN.match(self._text, self._at)
-        assert found is not None  # noqa: S101  # any sign fits
-        self._at = found.end()
-        name = found[1] or found[2]
-        if name is None:
-            return self.read("}") if found[3] == "{" else "" if found[3] == "}" else found[3]
-        made: dict[str, Callable[[], str]] = {
-            "frac": lambda: f"{self._argument()}/{self._argument()}",
-            "sqrt": lambda: f"sqrt({self._root()})",
-            "mbox": lambda: self._argument() and "",
-        }
-        if name in _FONTS:
-            return f"<{name} {self._argument()}>"
-        return made[name]() if name in made else _SIGNS.get(name, "")
 
-    def _argument(self) -> str:
-        while self._at < len(self._text) and self._text[self._at].isspace():
-            self._at += 1
-        return self._one() if self._at < len(self._text) else ""
-
-    def _root(self) -> str:
-        if self._text.startswith("[", self._at):
-            self._at += 1
-            self.read("]")
-        return self._argument()
+def _read_argument(tokens: list[str]) -> str:
+    while tokens and tokens[-1].isspace():
+        tokens.pop()
+    return _read_next(tokens) if tokens else ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import importlib
-import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,19 +25,7 @@ from rlkit.recipes.settings import Format
 from rlkit.trajectory import Trajectory, Turn, datums
 from rlkit.types import Datum, Sample
 
-__all__ = [
-    "Example",
-    "each_row",
-    "fit",
-    "get_field",
-    "name_unread",
-    "raw_prompt",
-    "read_examples",
-    "read_prompt",
-    "read_rows",
-    "unread_fields",
-    "with_system",
-]
+__all__ = ["Example", "fit", "get_field", "raw_prompt", "read_examples", "read_prompt", "read_rows", "with_system"]
 
 logger = logging.getLogger("rlkit.recipes")
 RAW = "raw"  # the role of a prompt that no template renders
@@ -57,7 +43,7 @@ def read_rows(path: str | None, *, where: str, split: str = "train", subset: str
 
     Args:
         path: a .jsonl, .json (a list) or .parquet file; a folder of such files that are named after splits, as
-            ``train.jsonl`` or ``test-00000-of-00002.parquet``; or, if there is nothing of that name, an id of a data
+            ``train.jsonl`` or ``test-00000-of-00002.parquet``; or, if no file has that name, the id of a data
             set on a hub, such as "openai/gsm8k", which needs the package datasets and network access.
         where: the setting that names it, for messages.
         split: which rows. Of a file those whose field ``split`` has that value, or all if it is named after the split;
@@ -95,7 +81,7 @@ def _select_split(place: Path, split: str, where: str) -> Sequence[Row]:
         return rows
     known = sorted({str(row["split"]) for row in rows if "split" in row}) or ["train"]
     why = "any other split needs a separate file or folder, or rows with a field named split"
-    raise ConfigError(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why)
+    raise ConfigError(where.removesuffix("path") + "split", f"is {split!r}", " or ".join(known), why)
 
 
 def _find_split_files(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
@@ -106,8 +92,8 @@ def _find_split_files(folder: Path, split: str, subset: str | None, where: str) 
     of_split = [file for file in files if _is_named_after(file, split)]
     if not of_split:
         names = ", ".join(file.name for file in files[:8]) or "no such files"
-        what, expected = f"the folder {str(inner)!r} has {names}", f"{split}.jsonl, or .json or .parquet"
-        raise ConfigError(f"{where.rpartition('.')[0]}.split", what, expected)
+        what, expected = f"the folder {str(inner)!r} has {names}", f"{split}.jsonl, {split}.json or {split}.parquet"
+        raise ConfigError(where.removesuffix("path") + "split", what, expected)
     return of_split
 
 
@@ -117,62 +103,19 @@ def _is_named_after(file: Path, split: str) -> bool:
 
 
 def _read_file(file: Path, where: str) -> list[Row]:
+    read: dict[str, Callable[[Path], list[Row]]] = {".jsonl": _read_lines, ".json": _read_list}
     try:
-        rows: list[Row] = {".jsonl": _read_lines, ".json": _read_list, ".parquet": _read_parquet}[file.suffix](file)
+        rows = read.get(file.suffix, _read_parquet)(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {file} cannot be read: {error}") from error
     if not rows:
         raise ConfigError(where, f"{file} is empty", "at least one row")
-    for i, row in enumerate(rows):
-        _check.require(isinstance(row, Mapping), f"{file}: row {i}", row, "a mapping", error=DataError)
-    return rows
-
-
-def get_field(row: Row, key: str, where: str) -> object:
-    """Return ``row[key]``, or if the key is missing and has dots, ``row["a"]["b"]`` for "a.b".
-
-    Raises:
-        DataError: the row has none, naming those that it has, or it is null.
-    """
-    value = _look_up(row, key)
-    if value is _MISSING:
-        why = "the keys of format, such as prompt_key, name others"
-        raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}", why)
-    if value is None:
-        raise DataError(f"{where}: {key}", "is null", "a value")
-    return value
-
-
-def _decode(file: Path) -> str:
-    """Return a file's text, without a byte-order mark."""
-    data = file.read_bytes()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError("it is encoded as UTF-16; expected UTF-8")
-    return data.decode("utf-8-sig")
-
-
-_MISSING = object()
-
-
-def _look_up(row: Row, key: str) -> object:
-    """Return the value of a key, which may have dots; _MISSING if there is none."""
-    value: object = row
-    for part in [key] if key in row else key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
-
-
-def _get(row: Row, key: str) -> object:
-    """Return the value of a key; None also where there is none."""
-    value = _look_up(row, key)
-    return None if value is _MISSING else value
+    return [row for row, _ in each_row(rows, str(file))]
 
 
 def _read_lines(file: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(_decode(file).split("\n"), 1):
+    for number, line in enumerate(file.read_bytes().decode("utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -182,9 +125,9 @@ def _read_lines(file: Path) -> list[Row]:
 
 
 def _read_list(file: Path) -> list[Row]:
-    rows = json.loads(_decode(file))
+    rows = json.loads(file.read_bytes().decode("utf-8-sig"))
     if not isinstance(rows, list):
-        raise ValueError("it holds no list")  # noqa: TRY004  # reported as an unreadable file
+        raise ValueError("expected a list of rows")  # noqa: TRY004  # reported as an unreadable file
     return rows
 
 
@@ -195,6 +138,27 @@ def _read_parquet(file: Path) -> list[Row]:
         raise missing(f"{file}: a parquet file", "pyarrow", "data") from error
     rows: list[Row] = parquet.read_table(file).to_pylist()
     return rows
+
+
+def get_field(row: Row, key: str, where: str) -> object:
+    """Return ``row[key]``, or if the key is missing and has dots, ``row["a"]["b"]`` for "a.b".
+
+    Raises:
+        DataError: the field is missing or null; the message names the fields of the row.
+    """
+    value = _get(row, key)
+    if value is None:
+        why = "the keys of format, such as prompt_key, name others"
+        raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r} that is not null", why)
+    return value
+
+
+def _get(row: Row, key: str) -> object:
+    """Return the value of a key, which may have dots; None if there is none."""
+    value: object = row
+    for part in [key] if key in row else key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _load_from_hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Row]:
@@ -211,8 +175,8 @@ def _load_from_hub(name: str, split: str, subset: str | None, where: str) -> Seq
         rows: Sequence[Row] = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # the package raises errors of many kinds
         if "trust_remote_code" in str(error) or "scripts are no longer supported" in str(error):
-            text = f"{where}: the data set {name!r} brings its own code, which rlkit never runs"
-            raise ConfigError(f"{text}; expected one of files, such as parquet or JSON") from error
+            what = f"the data set {name!r} brings its own code, which rlkit never runs"
+            raise ConfigError(where, what, "a data set of files, such as parquet or JSON") from error
         text = f"{where}: cannot load the data set {name!r} (split {split!r}) from the hub, which needs a network"
         raise ConfigError(f"{text}: {error}") from error
     return rows
@@ -220,8 +184,8 @@ def _load_from_hub(name: str, split: str, subset: str | None, where: str) -> Seq
 
 def each_row(given: Sequence[Row], where: str) -> Iterator[tuple[Row, str]]:
     """Yield each row, and its name for messages."""
-    for i in range(len(given)):  # a data set of a hub is read row by row
-        row, name = given[i], f"{where}: row {i}"
+    for i, row in enumerate(given):
+        name = f"{where}: row {i}"
         _check.require(isinstance(row, Mapping), name, row, "a mapping", error=DataError)
         yield row, name
 
@@ -260,11 +224,9 @@ class Example:
             return [Datum(tokens, np.arange(tokens.size) > 0)]
         try:
             start = chat.start(list(self.prompt), self.tools)
-            return (
-                _make_demonstrations(start, self.answers[0])
-                if len(self.answers) == 1
-                else _make_pair(start, self.answers)
-            )
+            if len(self.answers) == 1:
+                return _make_demonstrations(start, self.answers[0])
+            return _make_pair(start, self.answers)
         except DataError as error:
             raise DataError(f"{self.where}: {error}") from error
 
@@ -316,19 +278,13 @@ def read_examples(given: Sequence[Row], kind: str, form: Format | None = None, w
     (['2 + 2?'], ['4', '5'])
     """
     form = Format() if form is None else form
-    kinds = {
-        "pairs": _read_pair,
-        "texts": _read_text_row,
-        "demonstrations": _read_demonstration,
-        "mixed": _read_demonstration,
-    }
+    kinds = {"pairs": _read_pair, "texts": _read_text, "demonstrations": _read_demonstration}
+    kinds["mixed"] = _read_demonstration
     read = kinds[_check.choice("kind", kind, tuple(kinds))]
     examples, unread = [], set[str]()
     for row, name in each_row(given, where):
         example, keys = read(row, form, name)
-        unread |= unread_fields(
-            row, keys, [*example.prompt, *(message for each in example.answers for message in each)]
-        )
+        unread |= unread_fields(row, keys, sum(map(list, example.answers), list(example.prompt)))
         examples.append(example)
     name_unread(unread, where)
     return examples
@@ -381,34 +337,32 @@ def name_unread(fields: set[str], where: str) -> None:
 
 
 def _read_demonstration(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
-    key, text_key = _messages_key(row, form), form.response_key
-    if text_key == "response" and _get(row, text_key) is None and _get(row, "completion") is not None:
-        text_key = "completion"
+    key, answer_key = form.messages_key, form.response_key
+    if key == "messages" and key not in row:
+        key = "message"
+    if answer_key == "response" and _get(row, answer_key) is None and _get(row, "completion") is not None:
+        answer_key = "completion"
     if _get(row, key) is not None:
         messages = read_messages(_get(row, key), f"{where}: {key}")
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if not first:
             what = "begins with a" if messages and messages[0]["role"] == "assistant" else "has no"
             why = "put a question before it, or leave the row out"
-            raise DataError(f"{where}: {key}", f"the conversation {what} message of the assistant", "one to learn", why)
+            raise DataError(f"{where}: {key}", f"{what} message of the assistant", "a question and its answer", why)
         prompt, answer, keys = messages[:first], messages[first:], [key]
-    elif _look_up(row, form.prompt_key) is _MISSING and _look_up(row, text_key) is _MISSING:
-        expected = f"a field {form.messages_key!r}, or {form.prompt_key!r} and {text_key!r}"
+    elif _get(row, form.prompt_key) is None and _get(row, answer_key) is None:
+        expected = f"a field {form.messages_key!r}, or {form.prompt_key!r} and {answer_key!r}"
         why = "format.messages_key, prompt_key and response_key name others"
         raise DataError(where, f"has the fields {sorted(map(str, row))}", expected, why)
     else:
         prompt = read_prompt(get_field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
-        key, keys = text_key, [form.prompt_key, text_key]
-        answer = _read_answer(get_field(row, key, where), f"{where}: {key}")
+        key, keys = answer_key, [form.prompt_key, answer_key]
+        answer = _read_said(get_field(row, key, where), f"{where}: {key}", "assistant")
         if not any(message["role"] == "assistant" for message in answer):
             raise DataError(f"{where}: {key}", "has no message of the assistant", "an answer to learn")
     _check_learnt(answer, f"{where}: {key}")
-    prompt = with_system(prompt, row, form, where)
-    return Example(where, prompt, (answer,), _read_row_tools(row, form, where)), [
-        *keys,
-        form.tools_key,
-        form.system_prompt_key,
-    ]
+    example = Example(where, with_system(prompt, row, form, where), (answer,), _read_row_tools(row, form, where))
+    return example, [*keys, form.tools_key, form.system_prompt_key]
 
 
 def with_system(prompt: Sequence[Message], row: Row, form: Format, where: str) -> list[Message]:
@@ -420,45 +374,38 @@ def with_system(prompt: Sequence[Message], row: Row, form: Format, where: str) -
 
 
 def _read_pair(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
-    sides = [
-        _read_answer(get_field(row, key, where), f"{where}: {key}") for key in (form.chosen_key, form.rejected_key)
-    ]
-    whole = [side for side in sides if side[0]["role"] != "assistant"]
-    given = _get(row, form.prompt_key)
+    names = form.chosen_key, form.rejected_key
+    sides = [_read_said(get_field(row, key, where), f"{where}: {key}", "assistant") for key in names]
+    whole = [side[:-1] for side in sides if side[0]["role"] != "assistant"]
     if len(whole) == 1:
         raise DataError(where, "has one answer with its prompt and one without", "both in the same form")
-    if given is None and not whole:
-        get_field(row, form.prompt_key, where)  # raises
-    prompt = read_prompt(given, f"{where}: {form.prompt_key}") if given is not None else whole[0][:-1]
-    for key, side in zip((form.chosen_key, form.rejected_key), sides, strict=True):
-        name = f"{where}: {key}"
-        if side[-1]["role"] != "assistant":
-            raise DataError(name, f"ends with the role {side[-1]['role']!r}", "an answer of the assistant at the end")
+    given = _get(row, form.prompt_key) if whole else get_field(row, form.prompt_key, where)
+    prompt = whole[0] if given is None else read_prompt(given, f"{where}: {form.prompt_key}")
+    for key, (*before, answer) in zip(names, sides, strict=True):
+        name, why = f"{where}: {key}", "the answers of a pair may differ only in the last message"
+        if answer["role"] != "assistant":
+            raise DataError(name, f"ends with the role {answer['role']!r}", "an answer of the assistant at the end")
         if whole:
-            _check_prompt(side[:-1], prompt, text=isinstance(given, str), whole=whole[0][:-1], where=name)
-        elif len(side) > 1:
-            raise DataError(name, f"has {len(side)} messages", "one answer", "a pair differs in its last message alone")
-        _check_learnt(side[-1:], name)
+            if [*map(_normalize, before)] != [*map(_normalize, whole[0])]:
+                raise DataError(name, f"differs from {names[0]} before its last message", "one conversation", why)
+            _check_prompt(before, prompt, isinstance(given, str), name)
+        elif before:
+            raise DataError(name, f"has {len(before) + 1} messages", "one answer", why)
+        _check_learnt([answer], name)
     if _normalize(sides[0][-1]) == _normalize(sides[1][-1]):
-        raise DataError(f"{where}: {form.rejected_key}", "is the same as chosen", "another answer", "leave the row out")
-    prompt = with_system(whole[0][:-1] if whole else prompt, row, form, where)
-    keys = [form.prompt_key, form.chosen_key, form.rejected_key, form.tools_key, form.system_prompt_key]
-    return Example(where, prompt, tuple(side[-1:] for side in sides), _read_row_tools(row, form, where)), keys
+        raise DataError(f"{where}: {names[1]}", f"is the same as {names[0]}", "another answer", "leave the row out")
+    prompt = with_system(whole[0] if whole else prompt, row, form, where)
+    example = Example(where, prompt, [side[-1:] for side in sides], _read_row_tools(row, form, where))
+    return example, [form.prompt_key, *names, form.tools_key, form.system_prompt_key]
 
 
-def _check_prompt(
-    said: Sequence[Message], prompt: Sequence[Message], *, text: bool, whole: Sequence[Message], where: str
-) -> None:
-    """Raise DataError unless an answer's conversation goes on from the prompt, and from the other's."""
-    for i, (one, other) in enumerate(itertools.zip_longest(said, whole)):
-        if one is None or other is None or _normalize(one) != _normalize(other):
-            why = "a pair differs in its last message alone"
-            raise DataError(f"{where}[{i}]", "differs from the same message of chosen", "one conversation", why)
+def _check_prompt(said: Sequence[Message], prompt: Sequence[Message], is_text: bool, where: str) -> None:
+    """Raise DataError unless a conversation continues the row's prompt: a text, or messages."""
     asked = [message["content"].strip() for message in said if message["role"] == "user"]
-    if text and prompt[0]["content"].strip() not in (asked[:1] + asked[-1:]):
-        raise DataError(where, "does not have the row's prompt as a message of the user", "a conversation that has it")
-    if not text and [_normalize(message) for message in prompt] != [_normalize(message) for message in said]:
-        raise DataError(where, "does not begin with the row's prompt", "a conversation that does")
+    if is_text and prompt[0]["content"].strip() not in (asked[:1] + asked[-1:]):
+        raise DataError(where, "does not contain the row's prompt as a message of the user", "a conversation with it")
+    if not is_text and [*map(_normalize, prompt)] != [*map(_normalize, said)]:
+        raise DataError(where, "does not begin with the row's prompt", "a conversation that begins with it")
 
 
 def _normalize(message: Message) -> list[object]:
@@ -467,7 +414,7 @@ def _normalize(message: Message) -> list[object]:
     return [message["role"], message["content"].strip(), message.get("reasoning_content"), calls]
 
 
-def _read_text_row(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
+def _read_text(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
     text = read_text(get_field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
     return Example(where, text=text), [form.prompt_key]
 
@@ -480,44 +427,37 @@ def _check_learnt(messages: Sequence[Message], where: str) -> None:
             raise DataError(where, "has an empty answer", "text to learn", "leave the row out")
 
 
-def _messages_key(row: Row, form: Format) -> str:
-    return "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
-
-
 def read_prompt(value: object, where: str) -> list[Message]:
     """Return a prompt: text of the user, or messages."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": _check_text(value, where)}]
-    if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
-        raise DataError(where, f"got {_check.describe(value)}", "text, or a list of messages")
-    messages = read_messages([value] if isinstance(value, Mapping) else value, where)
-    if not messages or messages[-1]["role"] == "assistant":
-        what = "ends with a message of the assistant" if messages else "has no messages"
-        raise DataError(where, what, "messages that an answer follows")
+    messages = _read_said(value, where, "user")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(where, "ends with a message of the assistant", "messages that an answer follows")
     return messages
 
 
-def _read_answer(value: object, where: str) -> list[Message]:
-    """Return an answer: text, one message, or messages."""
+def _read_said(value: object, where: str, role: str) -> list[Message]:
+    """Return messages: text of that role, one message, or a list of them."""
     if isinstance(value, str):
-        return [{"role": "assistant", "content": _check_text(value, where)}]
-    if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
-        why = "a number is written as text"
+        return [{"role": role, "content": _check_text(value, where)}]
+    if isinstance(value, Mapping) and "role" in value:
+        value = [value]
+    if not is_list(value):
+        why = "write numbers as text"
         raise DataError(where, f"got {_check.describe(value)}", "text, a message, or a list of messages", why)
-    messages = read_messages([value] if isinstance(value, Mapping) else value, where)
+    messages = read_messages(value, where)
     if not messages:
-        raise DataError(where, "has no messages", "an answer")
+        raise DataError(where, "has no messages", "at least one")
     return messages
 
 
 def _check_text(value: str, where: str) -> str:
-    """Return a text. Raises DataError: it is JSON of messages, which would be learnt as such."""
+    """Return a text. Raises DataError: it is the JSON text of messages, which would be learnt as it is."""
     found: object = None
     if value.lstrip().startswith(("[", "{")) and '"role"' in value:
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(value)
     if any(isinstance(each, Mapping) and "role" in each for each in (found if is_list(found) else [found])):
-        raise DataError(where, f"got {_check.describe(value)}", "messages", "this is their JSON text; read it first")
+        raise DataError(where, f"got {_check.describe(value)}", "messages", "this is their JSON text; parse it first")
     return read_text(value, where)
 
 

@@ -81,11 +81,8 @@ def train(
             if job.mode != "explore":
                 began = time.monotonic()
                 batch = _credit_step(parts, step, groups)
-                metrics |= {
-                    **batch.metrics,
-                    **_update(parts, step, batch.items),
-                    "time/train": time.monotonic() - began,
-                }
+                metrics |= {**batch.metrics, **_update(parts, step, batch.items)}
+                metrics["time/train"] = time.monotonic() - began
             run.log({**groups.metrics, **metrics, "time/step": time.monotonic() - started})
             if batches is not None and (job.settings.monitor.trajectories or job.mode == "explore"):
                 whole = len(batch.advantages) == sum(map(len, groups))  # an operator may have dropped some
@@ -128,8 +125,8 @@ def _make_rows(job: Job, policy: TrainerBackend, reference: Sampler | None, chat
     rows = fit(job.rows.examples, chat, policy.max_length, job.rows.leave_out, job.rows.setting)
     if reference is None:
         return rows
-    found = reference_logprobs(reference, [datum for row in rows for datum in row]).result()
-    return _add_input(rows, "reference_logprobs", found)
+    found = iter(reference_logprobs(reference, [datum for row in rows for datum in row]).result())
+    return [[datum.with_inputs(reference_logprobs=next(found)) for datum in row] for row in rows]
 
 
 @contextlib.contextmanager
@@ -171,11 +168,12 @@ async def play_step(
         batch = source.batch(step, len(tasks) - len(kept), seed=seed) if turn else tasks
         groups = await rollout(sampler, batch, step=step, plan=attrs.evolve(plan, seed=seed))
         metrics = metrics or groups.metrics
-        informative = [True] * len(groups)
+        informative = list(groups)
         if threshold is not None:
-            informative = zero_variance([group.rewards for group in groups], threshold=threshold).keep.tolist()
-        dropped += informative.count(False)
-        kept += [group for group, good in zip(groups, informative, strict=True) if good]
+            keep = zero_variance([group.rewards for group in groups], threshold=threshold).keep
+            informative = [group for group, good in zip(groups, keep, strict=True) if good]
+        dropped += len(groups) - len(informative)
+        kept += informative
         if len(kept) >= len(tasks):
             break
     if threshold is not None:
@@ -246,9 +244,9 @@ def assign_credit(
 
 def _is_masked(job: Job, trajectory: Trajectory | None) -> bool:
     """Return whether its answer was cut by a limit of tokens, and such answers do not train."""
-    if trajectory is None or not (job.operators.masks or trajectory.env in job.masked):
+    if trajectory is None or not is_truncated(trajectory):
         return False
-    return is_truncated(trajectory)
+    return job.operators.masks or trajectory.env in job.masked
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
@@ -258,12 +256,12 @@ def is_truncated(trajectory: Trajectory) -> bool:
 
 def make_expert_items(rows: Sequence[Sequence[Datum]]) -> list[Item]:
     """Return the items of demonstrations in a mixed batch."""
-    return [Item([_as_expert(datum) for datum in data], group) for group, data in enumerate(rows)]
-
-
-def _as_expert(datum: Datum) -> Datum:
-    size = int(datum.mask.sum())
-    return datum.with_inputs(sampling_logprobs=np.zeros(size), advantages=np.zeros(size), expert=np.ones(size))
+    items = []
+    for group, data in enumerate(rows):
+        zeros = [np.zeros(int(datum.mask.sum())) for datum in data]
+        pairs = zip(data, zeros, strict=True)
+        items.append(Item([d.with_inputs(sampling_logprobs=z, advantages=z, expert=z + 1) for d, z in pairs], group))
+    return items
 
 
 def _update(parts: _Parts, step: int, items: Sequence[Item]) -> dict[str, float]:
@@ -288,25 +286,23 @@ def _prepare_update(parts: _Parts, items: Sequence[Item]) -> tuple[Sequence[Item
     """Score the items with the policy before its update; return them with corrections, masks and old logprobs."""
     job, method, policy = parts.job, parts.job.method, parts.policy
     data = [datum for item in items for datum in item.data]
-    distributions = None
-    if method.entropy_mask is not None and job.policy.backend == "tinker":
-        distributions = _estimate_distributions(policy, data)
-    want = ENTROPY_MASKS[method.entropy_mask] if method.entropy_mask is not None and distributions is None else ()
-    output = policy.forward(data, want=want).result()
+    names = () if method.entropy_mask is None else ENTROPY_MASKS[method.entropy_mask]
+    hosted = job.policy.backend == "tinker"
+    output = policy.forward(data, want=() if hosted else names).result()
     metrics = _measure_mismatch(items, output.selected, policy.version)
     if job.correction is not None:
         items, more = correct(job.correction, items, output.selected)
         metrics |= more
-    if method.entropy_mask is not None:
-        if distributions is None:
-            distributions = {
-                name: [d.select(row) for d, row in zip(data, output.outputs[name], strict=True)] for name in want
-            }
-        items, more = mask_by_entropy(method, items, output.selected, distributions)
+    if names:
+        if hosted:
+            found = _estimate_distributions(policy, data)
+        else:
+            found = {n: [d.select(row) for d, row in zip(data, output.outputs[n], strict=True)] for n in names}
+        items, more = mask_by_entropy(method, items, output.selected, found)
         metrics |= more
     if method.old_logprobs is not None:
-        rows = _add_input([item.data for item in items], method.old_logprobs, output.selected)
-        items = [attrs.evolve(item, data=row) for item, row in zip(items, rows, strict=True)]
+        name, rest = method.old_logprobs, iter(output.selected)
+        items = [attrs.evolve(i, data=[d.with_inputs(**{name: next(rest)}) for d in i.data]) for i in items]
     return items, metrics
 
 
@@ -352,15 +348,16 @@ def _take_optimizer_step(
 def weigh(method: Method, items: Sequence[Item], *, constant: float, mu: float | None) -> list[Datum]:
     """Return the datums of one optimizer step, with the weights that make their sum the wanted mean.
 
-    In a mixed batch the rollouts and the demonstrations are each a mean over their own.
+    In a mixed batch the rollouts and the demonstrations are each a mean of their own; the order is that of the items.
     """
     if method.recipe.data == "pairs":
         return [d.with_inputs(weights=1.0 / len(items)) for item in items for d in item.data]
-    data: list[Datum] = []
     shown = [method.recipe.data == "mixed" and bool(item.data[0].inputs["expert"].any()) for item in items]
+    parts = []
     for expert, mode in ((False, method.recipe.weights), (True, method.expert_weights)):
         part = [item for item, each in zip(items, shown, strict=True) if each == expert]
-        data += credit.weigh(part, mode, constant=constant if mode.endswith("-norm") else None)
+        parts.append(iter(credit.weigh(part, mode, constant=constant if mode.endswith("-norm") else None)))
+    data = [next(parts[expert]) for item, expert in zip(items, shown, strict=True) for _ in item.data]
     return data if mu is None else [datum.with_inputs(mu=mu) for datum in data]
 
 
@@ -392,24 +389,21 @@ def mask_by_entropy(
         now: float32 [n] of each datum, the logprobs of the policy before it is updated.
         distributions: "entropy", and for ``clip_v`` "sum_p2" and "sum_p2_logp", [n] of each datum.
     """
-    sampled = _pair_samples(items, now)
-    advantages = [datum.select(datum.inputs["advantages"]) for datum, _ in sampled]
-    names = ENTROPY_MASKS[str(method.entropy_mask)]
-    given = {name: [row for _, row in _pair_samples(items, distributions[name])] for name in names}
-    weights = getattr(corrections, str(method.entropy_mask))(
-        logprobs=[np.minimum(row, 0.0) for _, row in sampled],
-        advantages=advantages,
-        **given,
-        **method.entropy_mask_args,
-    )
+    kind, sampled = str(method.entropy_mask), _pair_samples(items, now)
+    given = {name: [row for _, row in _pair_samples(items, distributions[name])] for name in ENTROPY_MASKS[kind]}
+    given["logprobs"] = [np.minimum(row, 0.0) for _, row in sampled]
+    given["advantages"] = [datum.select(datum.inputs["advantages"]) for datum, _ in sampled]
+    weights = getattr(corrections, kind)(**given, **method.entropy_mask_args)
     return _multiply(items, weights, "entropy_mask", ("mean",))
 
 
-def _pair_samples(items: Sequence[Item], rows: Sequence[np.ndarray]) -> list[tuple[Datum, np.ndarray]]:
-    """Return the datums that were sampled, each with its row of ``rows``, which has one for every datum."""
-    rest = iter(rows)
-    pairs = [(item, datum, next(rest)) for item in items for datum in item.data]
-    return [(datum, row) for item, datum, row in pairs if item.trajectory is not None]
+def _pair_samples(
+    items: Sequence[Item], rows: Sequence[np.ndarray], version: int | None = None
+) -> list[tuple[Datum, np.ndarray]]:
+    """Return the datums that were sampled (by the policy of that version, if given), each with its row of ``rows``."""
+    flat = [(item.trajectory, datum) for item in items for datum in item.data]
+    pairs = zip(flat, rows, strict=True)
+    return [(datum, row) for (t, datum), row in pairs if t is not None and (version is None or t.version == version)]
 
 
 def _multiply(
@@ -426,17 +420,5 @@ def _multiply(
 
 def _measure_mismatch(items: Sequence[Item], now: Sequence[np.ndarray], version: int) -> dict[str, float]:
     """Return the distance between sampler and trainer on samples of the current policy."""
-    rest = iter(now)
-    pairs = [(item, datum, next(rest)) for item in items for datum in item.data]
-    fresh = [
-        (datum, logprobs)
-        for item, datum, logprobs in pairs
-        if item.trajectory is not None and item.trajectory.version == version and "sampling_logprobs" in datum.inputs
-    ]
-    return mismatch_metrics([datum for datum, _ in fresh], [logprobs for _, logprobs in fresh])
-
-
-def _add_input(rows: Sequence[Sequence[Datum]], name: str, arrays: Sequence[np.ndarray]) -> list[list[Datum]]:
-    """Return the datums with one more input each."""
-    rest = iter(arrays)
-    return [[datum.with_inputs(**{name: next(rest)}) for datum in row] for row in rows]
+    pairs = _pair_samples(items, now, version)
+    return mismatch_metrics([datum for datum, _ in pairs], [row for _, row in pairs])

@@ -16,7 +16,7 @@ from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.errors import ConfigError
 from rlkit.recipes.job import Job, Policy, build_job, choose_critic
 from rlkit.recipes.loop import evaluate, train
-from rlkit.recipes.settings import Monitor, Settings, Teacher
+from rlkit.recipes.settings import Settings, Teacher
 from rlkit.runs import Record, Retention, Run, checkpoints, records
 from rlkit.runs import sampler as saved_sampler
 from rlkit.tracking import Tracker
@@ -95,28 +95,24 @@ def check(settings: Settings) -> list[Job]:
 
 def _stages(settings: Settings) -> list[tuple[str, Settings]]:
     """Return (name, settings) of each stage: its sections replace the run's."""
-    if not settings.stages:
-        _check_paths("", settings, {})
-        return [("", settings)]
-    stages: list[tuple[str, Settings]] = []
+    stages = {} if settings.stages else {"": settings}
     for i, stage in enumerate(settings.stages):
-        if not stage.stage_name or stage.stage_name in [name for name, _ in stages]:
+        if not stage.stage_name or stage.stage_name in stages:
             raise ConfigError(f"stages[{i}].stage_name", f"is {stage.stage_name!r}", "a unique name")
         sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from", "data_processor")
         changed = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
-        if i and "init_from" not in changed:
-            changed["init_from"] = None
+        if i:  # a later stage begins where the one before it ended
+            changed.setdefault("init_from", None)
         name = f"{settings.name}/{stage.stage_name}"
-        stages.append((stage.stage_name, attrs.evolve(settings, stages=(), name=name, **changed)))
-        _check_paths(f"stages[{i}].", stages[-1][1], dict.fromkeys([earlier for earlier, _ in stages[:-1]], ""))
-    return stages
-
-
-def _check_paths(where: str, settings: Settings, earlier: Mapping[str, str]) -> None:
-    """Raise where a path names a stage that does not exist."""
-    _find_stage(f"{where}init_from", settings.init_from, earlier)
-    for i, each in enumerate(settings.explorer.auxiliary_models):
-        _find_stage(f"{where}explorer.auxiliary_models[{i}].path", each.path, earlier)
+        stages[stage.stage_name] = attrs.evolve(settings, stages=(), name=name, **changed)
+    earlier: dict[str, str] = {}
+    for i, (name, each) in enumerate(stages.items()):
+        where = f"stages[{i}]." if settings.stages else ""
+        _find_stage(f"{where}init_from", each.init_from, earlier)
+        for k, model in enumerate(each.explorer.auxiliary_models):
+            _find_stage(f"{where}explorer.auxiliary_models[{k}].path", model.path, earlier)
+        earlier[name] = ""
+    return list(stages.items())
 
 
 def _train_stage(
@@ -137,16 +133,21 @@ def _train_stage(
         return Outcome(stage_name, folder, _final(done[-1]))
     last = job.settings.trainer.max_checkpoints_to_keep
     retention = Retention(last=last) if last else Retention(last=1, every=1)
+    begin = {} if start is None else {"init_from": start}
+    kind, args = job.settings.monitor.monitor_type, job.settings.monitor.monitor_args
+    named: list[Named] = ["jsonl", *trackers]
+    if kind not in (None, "jsonl"):
+        named.insert(1, str(kind) if args is None else tracking.registry.resolve(str(kind))(**args))
     with contextlib.ExitStack() as stack:
-        named = _trackers(job.settings.monitor, trackers)
         run = Run(folder, seed=job.policy.seed, config=job.config, retention=retention, trackers=named)
         stack.enter_context(run)
-        begin = {} if start is None else {"init_from": start}
         policy = run.connect(job.policy.backend, **job.policy.options, **begin)
         reference = teacher = critic = None
         if job.mode != "explore" and job.method.wants_reference:
-            base = {} if start is None else {**job.policy.of_sampler, "path": start}
-            frozen = backends.sampler(job.policy.backend, **base) if base else policy.base_sampler().result()
+            if start is None:
+                frozen = policy.base_sampler().result()
+            else:
+                frozen = backends.sampler(job.policy.backend, **job.policy.of_sampler, path=start)
             reference = stack.enter_context(frozen)
         if "critic" in job.needs:
             name, options = choose_critic(job.settings, job.policy)
@@ -165,13 +166,12 @@ def _open_teacher(section: Teacher, policy: Policy, tokenizer: Tokenizer, stages
         ConfigError: it has another tokenizer.
     """
     where, name = "explorer.auxiliary_models[0]", section.backend or policy.backend
-    shared = policy.of_sampler if name == policy.backend else {}
+    options = {**(policy.of_sampler if name == policy.backend else {}), **section.options}
+    if section.model_path is not None:
+        options["model"] = section.model_path
     path = _find_stage(f"{where}.path", section.path, stages)
-    model = {} if section.model_path is None else {"model": section.model_path}
-    given = {**shared, **section.options, **model}
-    teacher = backends.sampler(name, **given) if path is None else saved_sampler(path, **given)
-    problem = same_tokenizer(tokenizer, teacher.tokenizer)
-    if problem:
+    teacher = backends.sampler(name, **options) if path is None else saved_sampler(path, **options)
+    if problem := same_tokenizer(tokenizer, teacher.tokenizer):
         teacher.close()
         text = "the teacher scores the policy's tokens, so both need the same tokenizer"
         raise ConfigError(where, problem, "the policy's tokenizer", text)
@@ -201,23 +201,11 @@ def _bench(name: str, job: Job, start: str | None) -> Outcome:
     if job.settings.explorer.bench_on_latest_checkpoint:
         saved = saved[-1:]
     for step, path in [(record.step, record.policy("policy")) for record in saved] or [(0, start)]:
-        more = {} if path is None else {"init_from": path}
-        with (
-            backends.connect(job.policy.backend, **job.policy.options, **more, seed=job.policy.seed) as policy,
-            policy.sampler().result() as sampler,
-        ):
+        options = {**job.policy.options, "seed": job.policy.seed, **({} if path is None else {"init_from": path})}
+        with backends.connect(job.policy.backend, **options) as policy, policy.sampler().result() as sampler:
             scores = evaluate(job, sampler, job.chat(policy.tokenizer))
         tracker = tracking.Jsonl(folder / "bench")
         tracker.log(scores, step)
         tracker.close()
         logger.info("step %d: %s", step, ", ".join(f"{k} {v:.3g}" for k, v in sorted(scores.items())))
     return Outcome(name, folder, None, scores)
-
-
-def _trackers(monitor: Monitor, more: Sequence[Named]) -> list[Named]:
-    """Return the trackers: always metrics.jsonl, then that of ``monitor``, then the program's."""
-    trackers: list[Named] = ["jsonl"]
-    if monitor.monitor_type not in (None, "jsonl"):
-        kind, args = str(monitor.monitor_type), monitor.monitor_args
-        trackers.append(kind if args is None else tracking.registry.resolve(kind)(**args))
-    return [*trackers, *more]

@@ -4,17 +4,14 @@
 ``register`` of each adds one, and its name can then be used in ``default_workflow_type`` and
 ``default_reward_fn_type``.
 
-Tasks from rows: a prompt and an answer each, under the names that Trinity-RFT's configurations have for them.
-
-If one of these names implies a system prompt there, the rows get it: rewards are comparable only with it.
+Tasks from rows have a prompt and an answer each. Their workflows have the names of Trinity-RFT's configurations; where
+Trinity-RFT adds a system prompt to the rows of a workflow, so does rlkit, since rewards are comparable only with it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -22,16 +19,7 @@ from rlkit import _check, answers, envs
 from rlkit._interaction import Message
 from rlkit.envs import Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError, DataError
-from rlkit.recipes.data import (
-    each_row,
-    get_field,
-    name_unread,
-    raw_prompt,
-    read_prompt,
-    read_rows,
-    unread_fields,
-    with_system,
-)
+from rlkit.recipes import data
 from rlkit.recipes.scoring import bind_reward, read_answer, rewards
 from rlkit.recipes.settings import Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
@@ -54,106 +42,78 @@ _THINK_BOXED = (  # with another wording there
 _QWEN = "You are a helpful assistant."
 
 MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
-"""Workflows whose answers are not trained on where they were cut."""
+"""Workflows that do not train on answers that were cut."""
 
 
-def _make_simple(taskset: Taskset) -> Tasks:
-    """Make tasks with a prompt and an answer, scored by ``default_reward_fn_type`` (else answer_reward)."""
-    return _make_rows(taskset, taskset.default_reward_fn_type or "answer_reward")
+@attrs.frozen
+class _Workflow:
+    """Tasks of one turn from rows with a prompt and an answer.
 
-
-def _make_math(taskset: Taskset) -> Tasks:
-    """Make tasks with a problem and its answer, R1's system prompt unless another is given; math_reward scores."""
-    reward = taskset.default_reward_fn_type or "math_reward"
-    return _make_rows(taskset, reward, system=_R1 if reward == "math_reward" else None)
-
-
-def _make_math_boxed(taskset: Taskset) -> Tasks:
-    """Do as math_workflow, for answers in a box: math_boxed_reward; with_think, format_score_coef are its own.
-
-    With ``use_base`` a prompt is a text for a base model, without a chat template: "System:...", "User:", "Assistant:".
-    """
-    args = dict(taskset.workflow_args)
-    think = _check.flag("workflow_args.with_think", args.pop("with_think", False))
-    plain = _check.flag("workflow_args.use_base", args.pop("use_base", False))
-    reward_args = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
-    _refuse_args(args)
-    reward = taskset.default_reward_fn_type or "math_boxed_reward"
-    return _make_rows(
-        taskset,
-        reward,
-        system=_THINK_BOXED if think else _BOXED,
-        args=reward_args if reward in ("math_boxed_reward", "algebra_boxed_reward") else {},
-        used=("with_think", "format_score_coef", "use_base"),
-        plain=plain,
-    )
-
-
-def _make_boxed_questions(taskset: Taskset) -> Tasks:
-    """Make tasks with a problem, asked for a boxed answer as Qwen's models are; answer_reward scores them."""
-    reward = taskset.default_reward_fn_type or "answer_reward"
-    return _make_rows(taskset, reward, system=_QWEN, suffix=f"\n{_BOXED}", used=("temperature",))
-
-
-def _make_unscored(taskset: Taskset) -> Tasks:
-    """Make tasks of rows with a prompt, for a teacher to score: the reward is 0."""
-    return _make_rows(taskset, None, used=("temperature",))
-
-
-def _make_rows(
-    taskset: Taskset,
-    reward: str | None,
-    *,
-    system: str | None = None,
-    suffix: str = "",
-    args: Mapping[str, object] | None = None,
-    used: tuple[str, ...] = (),
-    plain: bool = False,
-) -> Tasks:
-    """Make tasks of one turn each.
-
-    Args:
-        taskset: the source and the format of the rows.
-        reward: a name; None: it is 0.
+    Attributes:
+        reward: its name, unless ``default_reward_fn_type`` names another; None: the reward is 0.
         system: the system prompt where neither the format nor the row has one.
         suffix: a text appended to each prompt.
-        args: settings of the reward besides those given.
-        used: keys of ``workflow_args`` that are known.
-        plain: whether a row's messages, the system prompt first, are one text, each after the name of its role.
+        args: the keys of ``workflow_args`` that it accepts.
     """
-    form, source = taskset.format, str(taskset.path)
-    given = read_rows(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
-    _refuse_args(key for key in taskset.workflow_args if key not in used)
-    score = None if reward is None else bind_reward(reward, {**(args or {}), **taskset.reward_fn_args})
-    if form.system_prompt is not None:  # the chat adds it to what is rendered
-        system = (form.system_prompt or None) if plain or form.raw else None
-    built, unread = [], set[str]()
-    for row, where in each_row(given, source):
-        key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
-        asked = get_field(row, key, where)
-        messages = read_prompt(asked, f"{where}: {key}")
-        answer = None if score is None else get_field(row, form.response_key, where)
+
+    reward: str | None
+    system: str | None = None
+    suffix: str = ""
+    args: Sequence[str] = ()
+
+    def __call__(self, taskset: Taskset) -> Tasks:
+        """Make the tasks.
+
+        With ``use_base`` a prompt is a text for a base model, without a chat template: "System:...", "User:",
+        "Assistant:".
+        """
+        form, source, args = taskset.format, str(taskset.path), taskset.workflow_args
+        rows = data.read_rows(taskset.path, where="path", split=taskset.split, subset=taskset.subset_name)
+        for key in args:
+            if key not in self.args:
+                raise ConfigError(f"workflow_args.{key}: unknown setting{_check.suggest(key, self.args)}")
+        think = _check.flag("workflow_args.with_think", args.get("with_think", False))
+        plain = _check.flag("workflow_args.use_base", args.get("use_base", False))
+        raw = plain or form.raw
+        reward = self.reward and (taskset.default_reward_fn_type or self.reward)
+        system = None if self.system == _R1 and reward != self.reward else _THINK_BOXED if think else self.system
+        if form.system_prompt is not None:  # the chat adds it to what is rendered
+            system = (form.system_prompt or None) if raw else None
+        score: Callable[..., float] = _score_nothing
         if reward is not None:
-            answer = read_answer(reward, answer, f"{where}: {form.response_key}")
-        unread |= unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)
-        messages = _complete_prompt(with_system(messages, row, form, where), system, suffix, where)
-        if plain or form.raw:
-            texts = "".join(message["content"] for message in messages)
-            prompt: object = raw_prompt(_as_text(messages, where) if plain else texts)
-        else:  # a text stays one, as rows of your own code are
-            prompt = messages[0]["content"] if isinstance(asked, str) and len(messages) == 1 else messages
-        built.append({"prompt": prompt, "answer": answer})
-    name_unread(unread, source)
-    return envs.function(built, _score_nothing if score is None else score, name=taskset.name, split=taskset.split)
+            boxed = reward in ("math_boxed_reward", "algebra_boxed_reward")
+            names = ("with_think", "format_score_coef") if boxed else ()
+            score = bind_reward(reward, {**{x: args[x] for x in names if x in args}, **taskset.reward_fn_args})
+        built, unread = [], set[str]()
+        for row, where in data.each_row(rows, source):
+            key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
+            asked = data.get_field(row, key, where)
+            messages = data.read_prompt(asked, f"{where}: {key}")
+            answer = None
+            if reward is not None:
+                given = data.get_field(row, form.response_key, where)
+                answer = read_answer(reward, given, f"{where}: {form.response_key}")
+            unread |= data.unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)
+            messages = data.with_system(messages, row, form, where)
+            messages = _complete_prompt(messages, system, self.suffix, where)
+            prompt: object = messages
+            if raw:
+                contents = "".join(message["content"] for message in messages)
+                prompt = data.raw_prompt(_as_text(messages, where) if plain else contents)
+            elif isinstance(asked, str) and len(messages) == 1:  # a text stays one, as rows of your own code are
+                prompt = messages[0]["content"]
+            built.append({"prompt": prompt, "answer": answer})
+        data.name_unread(unread, source)
+        return envs.function(built, score, name=taskset.name, split=taskset.split)
 
 
 def _complete_prompt(messages: list[Message], system: str | None, suffix: str, where: str) -> list[Message]:
-    """Return a prompt with a system message, where it has none, and a text appended to its last message."""
-    if suffix:
-        if messages[-1]["role"] != "user":
-            what = f"ends with the role {messages[-1]['role']!r}"
-            raise DataError(where, what, "a question of the user", "the workflow appends a text to it")
-        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{suffix}"}]
+    """Return a prompt with a system message, if it has none, and a text appended to its last message."""
+    last = messages[-1]
+    if suffix and last["role"] != "user":
+        why = "the workflow appends a text to it"
+        raise DataError(where, f"ends with the role {last['role']!r}", "a message of the user", why)
+    messages = [*messages[:-1], {**last, "content": f"{last['content']}{suffix}"}]
     if system is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -166,7 +126,8 @@ def _as_text(messages: Sequence[Message], where: str) -> str:
     """Return a prompt for a base model: each message after the name of its role."""
     for message in messages:
         if message["role"] not in _PLAIN or "tool_calls" in message:
-            raise DataError(where, f"has a message of the role {message['role']!r}", "texts of system, user, assistant")
+            what = f"has a message of the role {message['role']!r}, or a tool call"
+            raise DataError(where, what, "texts of system, user, assistant")
     return "".join(_PLAIN[m["role"]].format(m["content"]) for m in messages) + "Assistant:\n"
 
 
@@ -174,21 +135,19 @@ def _score_nothing(action: str) -> float:  # noqa: ARG001
     return 0.0
 
 
-def _refuse_args(args: Iterable[str]) -> None:
-    for key in args:
-        raise ConfigError(f"workflow_args.{key}", "is given", "only settings of the workflow")
-
-
-_SYNC: Mapping[str, Callable[[Taskset], Tasks]] = {
-    "simple_workflow": _make_simple,
-    "math_workflow": _make_math,
-    "math_boxed_workflow": _make_math_boxed,
-    "math_eval_workflow": _make_boxed_questions,
-    "on_policy_distill_workflow": _make_unscored,
-    "on_policy_distill_math_workflow": _make_boxed_questions,
+_QUESTIONS = _Workflow("answer_reward", _QWEN, f"\n{_BOXED}", ("temperature",))
+_ASYNC = {
+    "simple_workflow": _Workflow("answer_reward"),
+    "math_workflow": _Workflow("math_reward", _R1),
+    "math_boxed_workflow": _Workflow("math_boxed_reward", _BOXED, args=("with_think", "format_score_coef", "use_base")),
+    "math_eval_workflow": _QUESTIONS,
 }
-_ASYNC = ("simple_workflow", "math_workflow", "math_boxed_workflow", "math_eval_workflow")
-WORKFLOWS = {**_SYNC, **{f"async_{name}": _SYNC[name] for name in _ASYNC}}
+WORKFLOWS = {
+    **_ASYNC,
+    **{f"async_{name}": workflow for name, workflow in _ASYNC.items()},
+    "on_policy_distill_workflow": _Workflow(None, args=("temperature",)),  # for a teacher to score
+    "on_policy_distill_math_workflow": _QUESTIONS,
+}
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
 """Name -> function of a ``Taskset`` that returns ``rlkit.envs.Tasks``."""
@@ -222,7 +181,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
 
 @attrs.frozen
 class HeldOut:
-    """The held-out tasks, the episodes of each, and their sampling."""
+    """Held-out tasks, the number of episodes of each task, and the sampling."""
 
     tasks: Tasks
     count: int
@@ -230,7 +189,7 @@ class HeldOut:
 
 
 def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
-    """Return the held-out tasks. Their answers are not trained on, so each may truncate its distribution."""
+    """Return the held-out tasks. Since their answers do not train, each may sample with its own top_p or top_k."""
     inputs, held_out = buffer.explorer_input, []
     for i, each in enumerate(inputs.eval_tasksets):
         where = f"buffer.explorer_input.eval_tasksets[{i}]"
@@ -246,7 +205,7 @@ def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
 
 
 def rendered_forms(inputs: ExplorerInput) -> list[Format]:
-    """Return the rendering of the task sets' prompts, without those that are sent unchanged."""
+    """Return the formats of the task sets whose prompts a chat template renders."""
     forms = []
     for each in [*([] if inputs.taskset is None else [inputs.taskset]), *inputs.tasksets, *inputs.eval_tasksets]:
         of_evaluation = inputs.default_eval_workflow_type if each in inputs.eval_tasksets else None
@@ -265,10 +224,8 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     try:
         tasks: Tasks = make(taskset)
     except (ConfigError, TypeError) as error:
-        text = str(error)
-        raise ConfigError(
-            f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _prefix(where, text)
-        ) from error
+        inner = str(error).startswith(("path", "split", "workflow_args", "reward_fn_args"))
+        raise ConfigError(f"{where}{'.' if inner else ': '}{error}") from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(where, f"{kind!r} made {_check.describe(tasks)}", "rlkit.envs.Tasks")
     sampling = taskset.rollout_args
@@ -278,11 +235,6 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     if taskset.max_tasks is not None:
         tasks = tasks[: _check.integer(f"{where}.max_tasks", taskset.max_tasks, low=1)]
     return tasks
-
-
-def _prefix(where: str, text: str) -> str:
-    inner = text.startswith(("workflow_args", "reward_fn_args"))
-    return f"{where}.{text}" if inner else f"{where}: {text}"
 
 
 def _kind(taskset: Taskset) -> str:
@@ -316,8 +268,6 @@ def _extract_text(function: Callable[[str], object], text: str) -> str | None:
 @environments.register("gem")
 def _gem(taskset: Taskset) -> Tasks:
     """Make tasks of GEM, by the id in ``path``; ``workflow_args`` are arguments of ``rlkit.envs.gem``."""
-    if importlib.util.find_spec("gem") is None:
-        raise ConfigError("rlkit.envs.gem needs gem-llm: docs/environments.md says how to install it")
     return envs.gem(taskset.path or "", name=taskset.name, split=taskset.split, **taskset.workflow_args)
 
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("omegaconf")
 
 import rlkit
-from rlkit import recipes
+from rlkit import corrections, recipes
 from rlkit.backends.tokenizers import same_tokenizer
-from rlkit.recipes.job import build_job
+from rlkit.backends.toy import ToySampler
+from rlkit.credit import Item
+from rlkit.recipes.algorithms import resolve
+from rlkit.recipes.job import _choose_correction, build_job
+from rlkit.recipes.loop import _estimate_distributions, correct, mask_by_entropy
+from rlkit.recipes.settings import Algorithm
 from rlkit.rollouts import AsyncRollouts
 from rlkit.runs import Run, records
 from rlkit.storage import read
@@ -88,21 +95,15 @@ def test_without_what_was_under_way_it_would_be_another(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_done_is_left_alone(tmp_path):
+    """Run again it changes nothing; with other settings it is refused, and each of these is named."""
     first = played(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
     assert played(tmp_path) == first
-    assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()} == before
-    with pytest.raises(rlkit.ConfigError, match="continue_from_checkpoint"):
-        played(tmp_path, "continue_from_checkpoint=false", steps=4)
-
-
-def test_a_run_that_is_done_is_no_other_run(tmp_path):
-    """With other settings the steps that are there are not those that were asked for: refused, each one named."""
-    first = played(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
     words = r"different settings: algorithm\.algorithm_type from 'grpo' to 'rloo'.*set another name="
     with pytest.raises(rlkit.ConfigError, match=words):
         played(tmp_path, "algorithm.algorithm_type=rloo")
+    with pytest.raises(rlkit.ConfigError, match="continue_from_checkpoint"):
+        played(tmp_path, "continue_from_checkpoint=false", steps=4)
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()} == before
 
 
@@ -113,6 +114,13 @@ def test_minibatches_and_epochs(tmp_path):
     assert [numbers["train/datums"] for _, numbers in rows] == pytest.approx([32 / 3] * 2)
     with rlkit.connect("toy", resume_from=str(next((tmp_path / "rlkit/grpo-toy/policies").glob("step-*")))) as policy:
         assert policy.version == 12
+
+
+def test_minibatches_of_a_mixed_batch(tmp_path):
+    """Rollouts and demonstrations are shuffled together; each logprob is compared with that of its own datum."""
+    (numbers,) = steps_of(played(tmp_path, "buffer.train_batch_size=5", algorithm="mix", steps=1))
+    assert numbers["train/updates"] > 1
+    assert abs(numbers["sampler/mismatch/kl"]) < 1e-9
 
 
 def test_later_epochs_are_off_policy(tmp_path):
@@ -156,8 +164,6 @@ def test_learning_rates(tmp_path, overrides, expected):
 
 def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
     """No coefficient, no request; with one, one request for each trajectory."""
-    from rlkit.backends.toy import ToySampler
-
     asked = []
     logprobs = ToySampler.logprobs
     monkeypatch.setattr(ToySampler, "logprobs", lambda self, *a, **k: asked.append(1) or logprobs(self, *a, **k))
@@ -282,13 +288,8 @@ def test_a_teacher_on_another_backend(tmp_path):
     with table.backend("fake", tmp_path) as where:
         path = table.teacher(*where, tmp_path, "0123456789")
         given = f"[{{backend: tinker, path: '{path}', options: {{base_url: '{where[1]['base_url']}'}}}}]"
-        outcome = played(
-            tmp_path,
-            "algorithm.algorithm_type=jsd",
-            "buffer.batch_size=2",
-            f"explorer.auxiliary_models={given}",
-            steps=4,
-        )
+        more = ["algorithm.algorithm_type=jsd", "buffer.batch_size=2", f"explorer.auxiliary_models={given}"]
+        outcome = played(tmp_path, *more, steps=4)
     rows = [numbers["train/kl_teacher"] for _, numbers in curve(outcome)]
     assert rows[-1] < 0.8 * rows[0]
 
@@ -334,14 +335,6 @@ def test_the_sampler_is_compared_with_the_trainer(tmp_path):
 
 def test_corrections_multiply_weights(tmp_path):
     """Of what was sampled alone, by the ratio before the first update; where there is nothing to correct, by 1."""
-    import numpy as np
-
-    from rlkit.credit import Item
-    from rlkit.recipes.algorithms import resolve
-    from rlkit.recipes.job import _choose_correction
-    from rlkit.recipes.loop import correct
-    from rlkit.recipes.settings import Algorithm
-
     rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
     assert all(
         row[f"train/correction/{which}"] == pytest.approx(1, abs=1e-4) for row in rows for which in ("min", "max")
@@ -372,16 +365,6 @@ def test_corrections_multiply_weights(tmp_path):
 
 def test_entropy_masks_drop_tokens(tmp_path):
     """As ``clip_b`` and ``clip_v`` say for the policy before the update; a row of demonstrations stays."""
-    import types
-
-    import numpy as np
-
-    from rlkit import corrections
-    from rlkit.credit import Item
-    from rlkit.recipes.algorithms import resolve
-    from rlkit.recipes.loop import _estimate_distributions, mask_by_entropy
-    from rlkit.recipes.settings import Algorithm
-
     rng = np.random.default_rng(0)
     p = rng.dirichlet(np.ones(6), size=5)
     exact = {"entropy": -(p * np.log(p)).sum(-1), "sum_p2": (p**2).sum(-1), "sum_p2_logp": (p**2 * np.log(p)).sum(-1)}

@@ -168,29 +168,38 @@ def by_gateway(messages):
 
 
 def by_messages(messages):
-    (example,) = data.read_examples([{"messages": [*messages, assistant("4")]}], "demonstrations")
-    return prompt_of(example)
+    return prompt_of({"messages": [*messages, assistant("4")]})
 
 
 def by_prompt(messages):
-    (example,) = data.read_examples([{"prompt": messages, "completion": "4"}], "demonstrations")
-    return prompt_of(example)
+    return prompt_of({"prompt": messages, "completion": "4"})
 
 
 def by_pair(messages):
-    (example,) = data.read_examples([{"prompt": messages, "chosen": "4", "rejected": "5"}], "pairs")
-    return prompt_of(example)
+    return prompt_of({"prompt": messages, "chosen": "4", "rejected": "5"}, "pairs")
 
 
 def by_whole_pair(messages):
-    row = {"chosen": [*messages, assistant("4")], "rejected": [*messages, assistant("5")]}
-    (example,) = data.read_examples([row], "pairs")
-    return prompt_of(example)
+    return prompt_of({"chosen": [*messages, assistant("4")], "rejected": [*messages, assistant("5")]}, "pairs")
 
 
-def prompt_of(example):
+def read(row, chat=CHAT, kind="demonstrations"):
+    """The datums of a row."""
+    (example,) = data.read_examples([row], kind)
+    return example.datums(chat)
+
+
+def whole_text(datum):
+    return TOKENIZER.decode(datum.tokens, skip_special=False)
+
+
+def learnt_text(datum):
+    return TOKENIZER.decode(datum.select(datum.tokens), skip_special=False)
+
+
+def prompt_of(row, kind="demonstrations"):
     """The datum before its last answer, which is `4` and its end: of a pair, of the chosen one."""
-    first = example.datums(CHAT)[0 if len(example.answers) == 2 else -1]
+    first = read(row, kind=kind)[0 if kind == "pairs" else -1]
     assert TOKENIZER.decode(first.tokens[-2:], skip_special=False) == "4<|im_end|>"
     assert first.mask[-2:].all()
     return first.tokens[:-2]
@@ -262,7 +271,11 @@ DEMONSTRATIONS = [
     ({"prompt": "Q", "response": 4.0}, "response: got 4.0 (float)", ""),
     ({"prompt": "Q", "response": True}, "response: got True (bool)", ""),
     ({"prompt": "Q", "response": ""}, "response: has an empty answer", ""),
-    ({"prompt": "Q", "response": None}, "response: is null", ""),
+    (
+        {"prompt": "Q", "response": None},
+        "has the fields ['prompt', 'response']; expected a field 'response' that is not null",
+        "",
+    ),
     ({"prompt": "Q", "response": {"answer": 4}}, "response: got", ""),
     ({"prompt": "Q", "response": ["A"]}, "response[0]: got 'A'", ""),
     ({"prompt": "Q", "response": [user("A")]}, "response: has no message of the assistant", ""),
@@ -272,8 +285,8 @@ DEMONSTRATIONS = [
     ({"prompt": [user("Q"), assistant("A")], "response": "B"}, "prompt: ends with a message of the assistant", ""),
     ({"prompt": "Q"}, "has the fields ['prompt']; expected a field 'response'", ""),
     ({"text": "Q"}, "has the fields ['text']; expected a field 'messages', or 'prompt' and 'response'", ""),
-    ({"messages": [user("Q")]}, "messages: the conversation has no message of the assistant", ""),
-    ({"messages": [assistant("A")]}, "messages: the conversation begins with a message of the assistant", ""),
+    ({"messages": [user("Q")]}, "messages: has no message of the assistant", ""),
+    ({"messages": [assistant("A")]}, "messages: begins with a message of the assistant", ""),
     ({"messages": [user("Q"), assistant("")]}, "messages: has an empty answer", ""),
     ({"messages": "Q"}, "messages: got 'Q'", ""),
     ({"messages": [user("Q"), assistant("A")], "tools": "add"}, "tools: got 'add'", ""),
@@ -288,13 +301,13 @@ def test_demonstrations(row, before, learnt):
         with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 1: {before}")):
             data.read_examples([{"prompt": "Q", "response": "A"}, row], "demonstrations", where="rows.jsonl")
         return
-    (example,) = data.read_examples([row], "demonstrations")
-    (datum,) = example.datums(CHAT)
+    (datum,) = read(row)
     assert TOKENIZER.decode(datum.tokens[: np.argmax(datum.mask)], skip_special=False) == before
-    assert TOKENIZER.decode(datum.select(datum.tokens), skip_special=False) == learnt
+    assert learnt_text(datum) == learnt
 
 
 HISTORY = [user("Q"), assistant("A"), user("R")]
+TWO_TURNS = [*HISTORY, assistant("B")]
 PAIRS = [
     ({"prompt": "Q", "chosen": "4", "rejected": "5"}, Q),
     ({"prompt": "Q", "chosen": [assistant("4")], "rejected": [assistant("5")]}, Q),
@@ -318,7 +331,7 @@ PAIRS = [
     ),
     (
         {"chosen": [user("Q"), assistant("4")], "rejected": [user("R"), assistant("5")]},
-        "!rejected[0]: differs from the same message of chosen",
+        "!rejected: differs from chosen before its last message",
     ),
     ({"prompt": "Q", "chosen": [user("Q"), assistant("4")], "rejected": "5"}, "!has one answer with its prompt"),
     ({"chosen": "4", "rejected": "5"}, "!has the fields ['chosen', 'rejected']; expected a field 'prompt'"),
@@ -337,11 +350,10 @@ def test_a_pair_is_two_datums(row, expected):
         with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 0: {expected[1:]}")):
             data.read_examples([row], "pairs", where="rows.jsonl")
         return
-    (example,) = data.read_examples([row], "pairs")
-    chosen, rejected = example.datums(CHAT)
+    chosen, rejected = read(row, kind="pairs")
     for datum, answer in ((chosen, "4"), (rejected, "5")):
-        assert TOKENIZER.decode(datum.tokens, skip_special=False) == expected + HEAD + answer + END
-        assert TOKENIZER.decode(datum.select(datum.tokens), skip_special=False) == answer + END
+        assert whole_text(datum) == expected + HEAD + answer + END
+        assert learnt_text(datum) == answer + END
 
 
 NESTED = {"ground_truth": "34", "style": "rule"}
@@ -355,7 +367,7 @@ ANSWERS = [  # an answer, and texts that are right and wrong with every reward t
     ([34], "34", "35"),
     (NESTED, "t: row 0: answer: got {'ground_truth': '34', 'style': 'rule'} (dict)", "answer.ground_truth"),
     ({"a": {"b": 1}}, "t: row 0: answer: got", "answer.a.b"),
-    (None, "t: row 0: answer: is null", ""),
+    (None, "t: row 0: has the fields", "expected a field 'answer' that is not null"),
     (True, "t: row 0: answer: got True (bool)", ""),
     (float("nan"), "t: row 0: answer: got nan", ""),
     ([], "t: row 0: answer: is an empty list", ""),
@@ -393,54 +405,20 @@ def test_answers(reward, answer, right, wrong, tmp_path, monkeypatch):
     assert scores == [pytest.approx(full), pytest.approx(full - 1)]
 
 
-def test_a_key_with_dots(tmp_path):
-    """It names a field of a field, as the message about an object says; a key that has dots itself comes first."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "Q", "reward_model": NESTED}), "utf-8")
-    form = Format(response_key="reward_model.ground_truth")
-    (task,) = tasks.make_tasks(Taskset(path=str(path), format=form), ExplorerInput(), "t")
-    assert task.make().step(Action("34")).reward == 1.0
-    assert data.get_field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
-    with pytest.raises(DataError, match=r"x: a\.b: is null"):
-        data.get_field({"a": {"b": None}}, "a.b", "x")
-
-
-@for_each(
-    ("text", "expected"),
-    [
-        ("abc", "abc"),
-        (4, "prompt: got 4 (int)"),
-        (["abc"], "prompt: got ['abc'] (list)"),
-        (None, "prompt: is null"),
-        ("\udc00", "prompt: has half"),
-    ],
-)
-def test_texts(text, expected):
-    if text == expected:
-        (example,) = data.read_examples([{"prompt": text}], "texts")
-        (datum,) = example.datums(CHAT)
-        assert (TOKENIZER.decode(datum.tokens), int(datum.mask.sum())) == ("abc", 2)
-        return
-    with pytest.raises(DataError, match=re.escape(expected)):
-        data.read_examples([{"prompt": text}], "texts")
-
-
 @for_each(
     ("content", "expected"),
     [
         (codecs.BOM_UTF8 + b'{"prompt": "a"}', ""),
-        ('{"prompt": "a"}'.encode("utf-16"), "is encoded as UTF-16; expected UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), "cannot be read"),
         (b'{"prompt": "\xff"}', "cannot be read"),
         (b'{"prompt": "a"}\n[1]', "row 1: got"),
     ],
 )
 @for_each("suffix", [".jsonl", ".json"])
 def test_files(content, expected, suffix, tmp_path):
-    if suffix == ".json" and b"[1]" in content:
-        pytest.skip("one line after the other")
     path = tmp_path / f"rows{suffix}"
     if suffix == ".json" and not content.startswith(codecs.BOM_UTF16_LE):
-        content = content.replace(b"{", b"[{").replace(b"}", b"}]")
+        content = content.replace(b"{", b"[{").replace(b"\n", b",") + b"]"
     path.write_bytes(content)
     if expected:
         with pytest.raises(rlkit.RlkitError, match=re.escape(expected)):
@@ -500,17 +478,16 @@ def test_templates_that_rewrite_the_history(thinking, answer, before, learnt):
     said = SAID if thinking is None else [SAID[0], assistant("4!"), SAID[2]]  # what was thought is learnt as well
     rows = [{"messages": [*said, answer]}, {"prompt": SAID, "chosen": answer, "rejected": "7!"}]
     for row, kind in zip(rows, ("demonstrations", "pairs"), strict=True):
-        (example,) = data.read_examples([row], kind)
         if not learnt:
             with pytest.raises(DataError, match=rf"data: row 0: messages\[3\]\.{before}"):
-                example.datums(chat)
+                read(row, chat, kind)
             continue
-        datum = example.datums(chat)[-1 if kind == "demonstrations" else 0]
+        datum = read(row, chat, kind)[-1 if kind == "demonstrations" else 0]
         whole = turn("user", "2+2?") + turn("assistant", "4!") + turn("user", "3+3?") + HEAD + before
         prompt = TOKENIZER.decode(datum.tokens[~datum.mask], skip_special=False)
         shared = "<think>\n\n</think>\n\n" if kind == "pairs" and learnt.startswith("<think>\n\n") else ""
         assert prompt == whole + shared  # of a pair, also what the template puts before either answer
-        assert TOKENIZER.decode(datum.tokens, skip_special=False) == whole + learnt + END
+        assert whole_text(datum) == whole + learnt + END
 
 
 @for_each("answer", ["4", "<think>\nsum</think>4"])
@@ -518,15 +495,15 @@ def test_a_head_that_the_template_writes_for_samplers_alone(answer):
     """An answer continues it, or is refused: a thought that was begun and never ends would be learnt."""
     opened = "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     chat = Chat(TOKENIZER, template=opened + "{% if add_generation_prompt %}assistant:<think>\n{% endif %}")
-    (example,) = data.read_examples([{"prompt": "2+2?", "response": answer}], "demonstrations")
+    row = {"prompt": "2+2?", "response": answer}
     if answer == "4":
         with pytest.raises(
             DataError, match="content: is written otherwise, or not at all, after the prompt, which ends with"
         ):
-            example.datums(chat)
+            read(row, chat)
         return
-    (datum,) = example.datums(chat)
-    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"user:2+2?{END}assistant:<think>\nsum</think>4{END}"
+    (datum,) = read(row, chat)
+    assert whole_text(datum) == f"user:2+2?{END}assistant:<think>\nsum</think>4{END}"
 
 
 @for_each("thinking", [None, True, False])
@@ -546,11 +523,10 @@ def test_dpo_prefers_the_chosen_answer(prompt, thinking, tmp_path, tiny):
         ]
     )
     (outcome,) = recipes.run(settings)
-    (example,) = data.read_examples([row], "pairs")
     before, after = (rlkit.sampler("local", model=tiny("llama"), path=path) for path in (None, outcome.path))
     chat = Chat(before.tokenizer, template=QWEN3, thinking=thinking)
     gains = []
-    for datum in example.datums(chat):
+    for datum in read(row, chat, "pairs"):
         found = [sampler.logprobs(datum.tokens).result()[datum.mask].sum() for sampler in (before, after)]
         gains.append(float(found[1] - found[0]))
     assert gains[0] > 1, gains
@@ -592,7 +568,7 @@ def test_tokens_are_those_of_the_whole_text(template, talk):
     whole = chat.control.encode(chat.template.render(talk))
     row = {"prompt": talk[:-1], "chosen": talk[-1], "rejected": "no"}
     for kind, given in (("demonstrations", {"messages": talk}), ("pairs", row)):
-        datum = data.read_examples([given], kind)[0].datums(chat)[0]
+        datum = read(given, chat, kind)[0]
         if talk[-1]["content"].startswith("\n"):  # the prompt of a sampler ends before the line break
             assert t.decode(whole, skip_special=False).startswith(t.decode(datum.tokens, skip_special=False))
         else:
@@ -634,13 +610,12 @@ def test_calls_are_given_as_the_template_reads_them(family):
     assert '"x": 2' in prompt
     for content in (None, "I look."):
         row = {"messages": [said[0], assistant(content, tool_calls=said[1]["tool_calls"])]}
-        (example,) = data.read_examples([row], "demonstrations")
         if content and not beside:
             with pytest.raises(DataError, match=r"row 0: messages\[1\]\.(content|tool_calls): is (not )?written"):
-                example.datums(chat)
+                read(row, chat)
             continue
-        (datum,) = example.datums(chat)
-        learnt = TOKENIZER.decode(datum.select(datum.tokens), skip_special=False)
+        (datum,) = read(row, chat)
+        learnt = learnt_text(datum)
         assert learnt.startswith(content or ("<tool_call>" if family == "none" else "add"))
         assert '"x": 2' in learnt
         assert learnt.endswith(END)
@@ -663,9 +638,8 @@ def test_messages_that_a_template_leaves_out():
 @for_each("given", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_have_the_name_that_the_template_reads(name, given):
     template = f"{{% for m in messages %}}{{{{ m.{name} or '' }}}}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
-    (example,) = data.read_examples([{"messages": [user("Q"), assistant("A", **{given: "hm"})]}], "demonstrations")
-    (datum,) = example.datums(Chat(TOKENIZER, template=template))
-    assert TOKENIZER.decode(datum.select(datum.tokens), skip_special=False) == f"hmA{END}"
+    (datum,) = read({"messages": [user("Q"), assistant("A", **{given: "hm"})]}, Chat(TOKENIZER, template=template))
+    assert learnt_text(datum) == f"hmA{END}"
 
 
 def test_a_system_prompt_that_is_written_before_the_last_question_alone():
@@ -677,9 +651,8 @@ def test_a_system_prompt_that_is_written_before_the_last_question_alone():
         "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
     row = {"messages": [{"role": "system", "content": "S"}, user("Q"), assistant("A")]}
-    (example,) = data.read_examples([row], "demonstrations")
-    (datum,) = example.datums(Chat(TOKENIZER, template=template))
-    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"[S Q] A{END}"
+    (datum,) = read(row, Chat(TOKENIZER, template=template))
+    assert whole_text(datum) == f"[S Q] A{END}"
 
 
 def test_a_turn_ends_otherwise_within_a_conversation():
@@ -688,10 +661,7 @@ def test_a_turn_ends_otherwise_within_a_conversation():
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' and loop.last %}<|im_end|>"
         "{% else %}<|im_start|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    (example,) = data.read_examples(
-        [{"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}], "demonstrations"
-    )
-    shown = [TOKENIZER.decode(d.tokens, skip_special=False) for d in example.datums(Chat(TOKENIZER, template=template))]
+    shown = [whole_text(datum) for datum in read({"messages": TWO_TURNS}, Chat(TOKENIZER, template=template))]
     first, second = "user: Q<|im_start|>assistant: A", "<|im_start|>user: R<|im_start|>assistant: B<|im_end|>"
     assert shown == [first + END, first + second]
 
@@ -702,38 +672,36 @@ def test_an_eos_after_the_last_turn_alone_does_not_end_turns(monkeypatch):
     template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}<|im_end|>"
     with pytest.warns(UserWarning, match="ends a turn with '<|im_start|>'"):
         chat = Chat(TOKENIZER, template=template)
-    (example,) = data.read_examples(
-        [{"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}], "demonstrations"
-    )
-    learnt = [TOKENIZER.decode(d.select(d.tokens), skip_special=False) for d in example.datums(chat)]
+    learnt = [learnt_text(datum) for datum in read({"messages": TWO_TURNS}, chat)]
     assert "".join(learnt) == "A<|im_start|>B<|im_start|>"
 
 
 def test_a_prefill_begins_the_answer():
     """An answer goes on from it; another one, which would make a thought that never ends, is refused."""
     chat = Chat(TOKENIZER, template=QWEN3, prefill="OK: ")
-    (example,) = data.read_examples([{"prompt": "Q", "response": "OK: a"}], "demonstrations")
-    (datum,) = example.datums(chat)
-    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"{Q}{HEAD}OK: a{END}"
-    (example,) = data.read_examples([{"prompt": "Q", "response": "a"}], "demonstrations")
+    (datum,) = read({"prompt": "Q", "response": "OK: a"}, chat)
+    assert whole_text(datum) == f"{Q}{HEAD}OK: a{END}"
     with pytest.raises(DataError, match=r"messages\[1\]\.content: does not begin with Chat\.prefill, 'OK: '"):
-        example.datums(chat)
+        read({"prompt": "Q", "response": "a"}, chat)
 
 
 def test_what_two_answers_share_is_not_their_prompt():
     """Only what the template puts before them: not a word that is in the calls of both, too."""
     sides = [assistant("add", tool_calls=[call({"x": x}, id="c1")]) for x in (1, 2)]
-    (example,) = data.read_examples([{"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}], "pairs")
-    chosen, _ = example.datums(CHAT)
-    assert TOKENIZER.decode(chosen.select(chosen.tokens)) == 'addc1:add{"x": 1}'
+    chosen, _ = read({"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}, kind="pairs")
+    assert learnt_text(chosen) == f'addc1:add{{"x": 1}}{END}'
     sides = [assistant(text, reasoning_content="hm") for text in "45"]  # thoughts are the answers' own
-    (example,) = data.read_examples([{"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}], "pairs")
-    assert [TOKENIZER.decode(d.select(d.tokens)) for d in example.datums(CHAT)] == ["(hm)4", "(hm)5"]
+    datums = read({"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}, kind="pairs")
+    assert [learnt_text(datum) for datum in datums] == ["(hm)4" + END, "(hm)5" + END]
 
 
 @for_each(
     ("row", "kind", "expected"),
     [
+        ({"prompt": 4}, "texts", "prompt: got 4 (int)"),
+        ({"prompt": ["abc"]}, "texts", "prompt: got ['abc'] (list)"),
+        ({"prompt": None}, "texts", "a field 'prompt' that is not null"),
+        ({"prompt": "\udc00"}, "texts", "prompt: has half"),
         ("Q", "pairs", "row 0: got 'Q'"),
         (None, "demonstrations", "row 0: got None"),
         ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "pairs", "rejected: is the same as chosen"),
@@ -755,7 +723,7 @@ def test_keys_with_dots_and_a_system_prompt_of_the_row():
     row = {"input": {"text": "Q"}, "chosen": "A", "rejected": "B", "a": {"b": [ADD]}, "sys": "S"}
     (pair,) = data.read_examples([row], "pairs", form)
     chosen, _ = pair.datums(CHAT)
-    assert TOKENIZER.decode(chosen.tokens, skip_special=False) == f"[add]{turn('system', 'S')}{Q}{HEAD}A{END}"
+    assert whole_text(chosen) == f"[add]{turn('system', 'S')}{Q}{HEAD}A{END}"
     (example,) = data.read_examples([{"m": {"x": [user("Q"), assistant("A")]}, "sys": "S"}], "demonstrations", form)
     assert [message["role"] for message in example.prompt] == ["system", "user"]
 
@@ -767,7 +735,7 @@ def test_tables_nest_arrays(caplog):
     row = {"messages": said, "tools": np.array([schema], object), "images": np.array([], float)}
     (example,) = data.read_examples([row], "demonstrations", where="t")
     (datum,) = example.datums(CHAT)
-    assert TOKENIZER.decode(datum.select(datum.tokens)) == 'call00000:add{"x": [1.5]}'
+    assert learnt_text(datum) == f'call00000:add{{"x": [1.5]}}{END}'
     sides = [[{**user("Q"), "id": i}, {**assistant(text), "id": i}] for i, text in enumerate("AB")]
     data.read_examples([{"chosen": sides[0], "rejected": sides[1]}], "pairs", where="p")
     names = ["t: not read: the fields images", "p: not read: the fields id of messages"]
@@ -777,15 +745,8 @@ def test_tables_nest_arrays(caplog):
 def test_eval_names_the_fields_of_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "Q", "reward_model": NESTED}), "utf-8")
-    given = [
-        "eval",
-        "toy",
-        str(path),
-        "--set",
-        "prompt_key=question",
-        "--set",
-        "response_key=reward_model.ground_truth",
-    ]
+    keys = ["--set", "prompt_key=question", "--set", "response_key=reward_model.ground_truth"]
+    given = ["eval", "toy", str(path), *keys]
     (task,) = cli._make_tasks(cli._parse(given)[1])
     assert task.make().step(Action("34")).reward == 1.0
     with pytest.raises(rlkit.ConfigError, match="for files, prompt_key or response_key"):

@@ -186,10 +186,12 @@ def test_prompts_of_base_models(tmp_path):
 def test_fields_within_fields(tmp_path):
     """A key with dots is a path, unless the row has a field of that very name."""
     form = Format(response_key="reward_model.ground_truth")
-    row = {"prompt": "9 + 9?", "reward_model": {"ground_truth": "18"}}
-    assert task(tmp_path, row=row, format=form)[0].step(Action("18")).reward == 1.0
-    row = {"prompt": "9 + 9?", "reward_model.ground_truth": "18"}
-    assert task(tmp_path, row=row, format=form)[0].step(Action("18")).reward == 1.0
+    for answer in ({"reward_model": {"ground_truth": "18"}}, {"reward_model.ground_truth": "18"}):
+        env, _ = task(tmp_path, row={"prompt": "9 + 9?", **answer}, format=form)
+        assert env.step(Action("18")).reward == 1.0
+    assert data.get_field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
+    with pytest.raises(rlkit.DataError, match=r"x: has the fields \['a'\]; expected a field 'a\.b' that is not null"):
+        data.get_field({"a": {"b": None}}, "a.b", "x")
     with pytest.raises(rlkit.DataError, match="a field 'reward_model.ground_truth'"):
         task(tmp_path, row={"prompt": "a", "reward_model": "18"}, format=form)
 
