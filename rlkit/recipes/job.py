@@ -228,7 +228,8 @@ def build_job(settings: Settings) -> Job:
     forms = [*([] if form is None else [form]), *environments.rendered_forms(inputs)]
     _check_forms(settings.name, forms)
     if settings.monitor.monitor_type not in (None, "none"):
-        tracking.registry[settings.monitor.monitor_type]  # raises UnknownNameError
+        tracker = tracking.registry[settings.monitor.monitor_type]
+        _check.check_keywords("monitor.monitor_args", tracker, dict(settings.monitor.monitor_args or {}))
     _check_needs(settings, method, policy, mode)
     if source is not None:
         if inputs.taskset is not None:

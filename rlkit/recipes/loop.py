@@ -23,7 +23,7 @@ from rlkit.filters import zero_variance
 from rlkit.losses.prepare import marks
 from rlkit.recipes.algorithms import Method
 from rlkit.recipes.data import fit
-from rlkit.recipes.job import Job, read_critic_loss
+from rlkit.recipes.job import Job, logger, read_critic_loss
 from rlkit.rollouts import AsyncRollouts, Plan, Rollouts, async_rollouts, rollout
 from rlkit.runs import Run
 from rlkit.tracking import mismatch_metrics, train_metrics
@@ -83,6 +83,8 @@ def train(
                 batch = _credit_step(parts, step, groups)
                 metrics |= {**batch.metrics, **_update(parts, step, batch.items)}
                 metrics["time/train"] = time.monotonic() - began
+                if not batch.items:
+                    logger.warning("step %d trains nothing, since none of its episodes is left", step)
             run.log({**groups.metrics, **metrics, "time/step": time.monotonic() - started})
             if batches is not None and (job.settings.monitor.trajectories or job.mode == "explore"):
                 whole = len(batch.advantages) == sum(map(len, groups))  # an operator may have dropped some
@@ -293,6 +295,9 @@ def _prepare_update(parts: _Parts, items: Sequence[Item]) -> tuple[Sequence[Item
     if job.correction is not None:
         items, more = correct(job.correction, items, output.selected)
         metrics |= more
+    if method.old_logprobs is not None:
+        name, rest = method.old_logprobs, iter(output.selected)
+        items = [attrs.evolve(i, data=[d.with_inputs(**{name: next(rest)}) for d in i.data]) for i in items]
     if names:
         if hosted:
             found = _estimate_distributions(policy, data)
@@ -300,9 +305,6 @@ def _prepare_update(parts: _Parts, items: Sequence[Item]) -> tuple[Sequence[Item
             found = {n: [d.select(row) for d, row in zip(data, output.outputs[n], strict=True)] for n in names}
         items, more = mask_by_entropy(method, items, output.selected, found)
         metrics |= more
-    if method.old_logprobs is not None:
-        name, rest = method.old_logprobs, iter(output.selected)
-        items = [attrs.evolve(i, data=[d.with_inputs(**{name: next(rest)}) for d in i.data]) for i in items]
     return items, metrics
 
 
@@ -375,13 +377,20 @@ def correct(name: str, items: Sequence[Item], now: Sequence[np.ndarray]) -> tupl
     sampled = _pair_samples(items, now)
     then = [datum.select(datum.inputs["sampling_logprobs"]) for datum, _ in sampled]
     weights = getattr(corrections, name)(trainer_logprobs=[logprobs for _, logprobs in sampled], sampling_logprobs=then)
-    return _multiply(items, weights, "correction", ("mean", "min", "max"))
+    rest, made = iter(weights), list[Item]()
+    for item in items:
+        data = item.data if item.trajectory is None else [multiply_weights(d, next(rest)) for d in item.data]
+        made.append(attrs.evolve(item, data=data))
+    flat = np.concatenate([np.zeros(0), *weights])
+    return made, {f"train/correction/{x}": float(getattr(flat, x)()) for x in ("mean", "min", "max") if flat.size}
 
 
 def mask_by_entropy(
     method: Method, items: Sequence[Item], now: Sequence[np.ndarray], distributions: Mapping[str, Sequence[np.ndarray]]
 ) -> tuple[list[Item], dict[str, float]]:
     """Drop tokens of samples by ``clip_b`` or ``clip_v``; "train/entropy_mask/mean" is the share that is kept.
+
+    A dropped token leaves the mask, so that means are over the others, as in Trinity-RFT.
 
     Args:
         method: names the mask and its settings.
@@ -393,8 +402,16 @@ def mask_by_entropy(
     given = {name: [row for _, row in _pair_samples(items, distributions[name])] for name in ENTROPY_MASKS[kind]}
     given["logprobs"] = [np.minimum(row, 0.0) for _, row in sampled]
     given["advantages"] = [datum.select(datum.inputs["advantages"]) for datum, _ in sampled]
-    weights = getattr(corrections, kind)(**given, **method.entropy_mask_args)
-    return _multiply(items, weights, "entropy_mask", ("mean",))
+    kept = getattr(corrections, kind)(**given, **method.entropy_mask_args)
+    rest, made = iter(kept), list[Item]()
+    for item in items:
+        data = item.data
+        if item.trajectory is not None:
+            masked = [attrs.evolve(d, mask=d.expand(next(rest)) > 0) for d in data]
+            data = [datum for datum in masked if datum.mask.any()]
+        made += [attrs.evolve(item, data=data)] if data else []
+    flat = np.concatenate([np.zeros(0), *kept])
+    return made, {"train/entropy_mask/mean": float(flat.mean())} if flat.size else {}
 
 
 def _pair_samples(
@@ -404,18 +421,6 @@ def _pair_samples(
     flat = [(item.trajectory, datum) for item in items for datum in item.data]
     pairs = zip(flat, rows, strict=True)
     return [(datum, row) for (t, datum), row in pairs if t is not None and (version is None or t.version == version)]
-
-
-def _multiply(
-    items: Sequence[Item], weights: Sequence[np.ndarray], name: str, statistics: Sequence[str]
-) -> tuple[list[Item], dict[str, float]]:
-    """Return the items with the weights of samples multiplied, and statistics of the factors."""
-    rest, made = iter(weights), []
-    for item in items:
-        data = item.data if item.trajectory is None else [multiply_weights(d, next(rest)) for d in item.data]
-        made.append(attrs.evolve(item, data=data))
-    flat = np.concatenate([np.zeros(0), *weights])
-    return made, {f"train/{name}/{x}": float(getattr(flat, x)()) for x in statistics if flat.size}
 
 
 def _measure_mismatch(items: Sequence[Item], now: Sequence[np.ndarray], version: int) -> dict[str, float]:

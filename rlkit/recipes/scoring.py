@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from rlkit import _check, answers
+from rlkit._runtime import missing
 from rlkit.chat.messages import is_list, read_text
 from rlkit.envs import Action
 from rlkit.errors import ConfigError, DataError
@@ -29,6 +31,14 @@ rewards = Registry("reward function", entry_point_group="rlkit.rewards")
 _R1 = r"<think>.*?</think>\s*<answer>.*?</answer>\s*$"
 _STRICT = r"\A<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
 _FORMAT = 0.1
+_ALGEBRA = (
+    "answer_reward",
+    "accuracy_reward",
+    "boxed_reward",
+    "math_reward",
+    "algebra_boxed_reward",
+    "algebra_dapo_reward",
+)
 _OPERATORS: Mapping[type, Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -47,8 +57,11 @@ def bind_reward(
     Raises:
         UnknownNameError: no such reward.
         ConfigError: it does not take one of the settings, or requires one that is missing.
+        MissingPackageError: it compares by algebra, and math-verify is not installed.
     """
     function = rewards[name]
+    if name in _ALGEBRA and importlib.util.find_spec("math_verify") is None:
+        raise missing(f"the reward {name}", "math-verify", "math")
     parameters = list(inspect.signature(function).parameters.values())
     settings = {p.name: p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -136,7 +136,7 @@ def _train_stage(
     begin = {} if start is None else {"init_from": start}
     kind, args = job.settings.monitor.monitor_type, job.settings.monitor.monitor_args
     named: list[Named] = ["jsonl", *trackers]
-    if kind not in (None, "jsonl"):
+    if kind not in (None, "none", "jsonl"):
         named.insert(1, str(kind) if args is None else tracking.registry.resolve(str(kind))(**args))
     with contextlib.ExitStack() as stack:
         run = Run(folder, seed=job.policy.seed, config=job.config, retention=retention, trackers=named)

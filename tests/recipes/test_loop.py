@@ -401,10 +401,19 @@ def test_entropy_masks_drop_tokens(tmp_path):
             [now, np.zeros(1)],
             {name: [*rows, np.ones(1)] for name, rows in found.items()},
         )
-        weights = items[0].data[0]
-        assert weights.select(weights.inputs["weights"]) == pytest.approx(0.5 * factors)
+        left = items[0].data[0]
+        assert left.mask.tolist() == [False, *(factors > 0)]
+        assert left.inputs["advantages"].tolist() == [0.0, *(factors * [-1.0, -1.0, -1.0, 1.0])]
+        assert items[0].length == factors.sum()  # what a mean over tokens divides by
         assert metrics["train/entropy_mask/mean"] == pytest.approx(factors.mean())
         assert 0 < factors.mean() < 1
-        assert "weights" not in items[1].data[0].inputs
+        assert items[1].data[0].mask.tolist() == [False, True]
+        one = [
+            Item([rlkit.Datum([7, token], [0, 1], {"advantages": [sign]})], token, object())
+            for token, sign in enumerate((-1.0, -1.0, -1.0, 1.0))
+        ]
+        split = {name: list(np.split(rows[0], 4)) for name, rows in found.items()}
+        left, _ = mask_by_entropy(method, one, np.split(now, 4), split)
+        assert [item.group for item in left] == np.flatnonzero(factors).tolist()  # one without tokens is left out
     rows = steps_of(played(tmp_path, "algorithm.advantage_fn=clipb", "algorithm.advantage_fn_args.mu=0.1", steps=1))
     assert 0 < rows[0]["train/entropy_mask/mean"] < 1
