@@ -181,7 +181,7 @@ def test_advantages_and_logprobs_are_in_the_line_of_their_group(tmp_path):
 @for_each(
     ("given", "says"),
     [
-        ({"advantages": [1.0]}, "advantages: has 1 entries; expected 2"),
+        ({"advantages": [1.0]}, "advantages: has length 1; expected 2 [(]one per trajectory"),
         ({"advantages": 1.0}, "advantages: got 1.0"),
         ({"advantages": [1.0, [1.0, 2.0]]}, r"advantages\[1\]: has shape \(2,\)"),
         ({"trainer_logprobs": [[-1.0], [-1.0]]}, r"trainer_logprobs\[0\]: has shape \(1,\)"),
