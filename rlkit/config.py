@@ -49,7 +49,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
 
     Args:
         kind: the class; its fields may be attrs classes too.
-        path: the file; None for none. ``${other.key}`` stands for another value, ``${oc.env:NAME,default}`` for that of
+        path: the file; None for none. ``${other.key}`` is another value, ``${oc.env:NAME,default}`` that of
             an environment variable. Such a text is read as YAML where the setting is a number, a boolean or another
             type without texts; 0 and 1 are booleans, too. It stays text where the setting takes any value.
         overrides: texts ``"a.b=value"``, the value as in YAML; ``"a.0.b=value"`` is of the first entry of a list.

@@ -56,7 +56,7 @@ class Tracker(Protocol):
     ``MultiTracker`` makes the calls of all others in a separate thread. A tracker may have two more methods:
     ``sync()`` returns its position as plain data, which a run stores in each checkpoint, and ``rewind(step,
     position)`` drops what was logged after the checkpoint from which a run resumes at ``step``; the position is None
-    for a tracker without ``sync``, or where there is no checkpoint.
+    for a tracker without ``sync``, or without a checkpoint.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

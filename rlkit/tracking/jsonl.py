@@ -215,7 +215,7 @@ def read_metrics(folder: str | Path) -> list[MetricsRow]:
     Non-finite numbers are floats again. Incomplete lines, and values that are not numbers, are left out.
 
     Raises:
-        CheckpointError: there is no such folder, it is not a run's, or the file cannot be read.
+        CheckpointError: the folder does not exist or is not a run's, or the file cannot be read.
     """
     folder = Path(folder)
     if not any((folder / name).exists() for name in (*FILES, "run.json", "config.json")):
