@@ -40,11 +40,9 @@ def print_versions() -> None:
 
 def check_tinker(deadline: float, *, offline: bool) -> int:
     """Print whether the service answers the key in the environment; return 1 if it does not, else 0."""
-    if not {"TINKER_API_KEY", "TINKER_BASE_URL"} & os.environ.keys():
-        print(f"{'Tinker':13} no key in TINKER_API_KEY")
-        return 0
-    if offline:
-        print(f"{'Tinker':13} a key or an address is set; not contacted")
+    known = {"TINKER_API_KEY", "TINKER_BASE_URL"} & os.environ.keys()
+    if offline or not known:
+        print(f"{'Tinker':13}", "a key or an address is set; not contacted" if known else "no key in TINKER_API_KEY")
         return 0
     from rlkit.backends.tinker.connection import Address
     from rlkit.backends.tinker.session import Session

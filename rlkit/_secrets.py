@@ -27,7 +27,7 @@ _SURE = r"""(?i:pass(?:word|wd|phrase)|secret|credential|authori[sz]ation|api[_\
 _ANY = rf"(?:(?P<sure>{_SURE})|[_\-]{_NOT}(?i:key|token|auth|pwd|cookie)|^(?i:-*(?:token|auth|bearer|cookies?|pwd)))$"
 _NAME = re.compile(_ANY, re.VERBOSE)
 
-# A path of words, which stands in many texts; no part of it is as long as a random key.
+# A path of words, which many texts hold; no part of it is as long as a random key.
 _PATH = re.compile(r"(?!.*[A-Za-z0-9]{20})(?:~|\.{1,2}|[A-Za-z]:)?[/\\][\w.\-~: @/\\]*")
 
 _SHAPES = re.compile(
@@ -80,7 +80,7 @@ def mask(value: object, name: str = "") -> Any:
             arguments, the value after ``"--api-key"`` is a secret.
         name: its name, if it has one.
 
-    Numbers with fractions, booleans, None and paths are no secrets, whatever they are called.
+    Fractions, booleans, None and paths are never masked, whatever their names.
 
     >>> mask({"lr": 1e-4, "api_key": "abc", "hosts": ["https://me:pass@example.org"], "max_tokens": 8})
     {'lr': 0.0001, 'api_key': '***', 'hosts': ['https://***@example.org'], 'max_tokens': 8}

@@ -18,9 +18,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit._runtime import VERSION, warn
 from rlkit.errors import CheckpointError, ConfigError, RlkitError, UnsupportedError
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_Add: TypeAlias = Callable[..., argparse.Action]  # a parser's add_argument
 _Parser = functools.partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+_URLS = ("http://", "https://")
 _DESCRIPTION = "rlkit: reinforcement-learning post-training of language models, in which the user owns the loop."
 
 
@@ -78,16 +80,16 @@ def _parse(words: list[str]) -> tuple[str, argparse.Namespace]:
         parser.exit(2)
     name = parser.parse_args(words[:1]).command
     parser = _Parser(prog=f"rlkit {name}", description=helps[name])
-    _COMMANDS[name][1](parser)
+    _COMMANDS[name][1](parser.add_argument)
     return name, parser.parse_intermixed_args(words[1:])
 
 
 # Options of several commands.
 
 
-def _add_import(parser: argparse.ArgumentParser) -> None:
+def _add_import(add: _Add) -> None:
     text = "a module in this folder or installed that registers your environments, rewards, algorithms or losses"
-    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
+    add("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
 
 
 def _import_modules(names: Sequence[str]) -> None:
@@ -103,17 +105,17 @@ def _import_modules(names: Sequence[str]) -> None:
             raise ConfigError(f"--import {name}: no such module in this folder or installed") from error
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, help="the checkpoint of a run (default: the newest complete one)")
-    parser.add_argument("--role", default="policy", help="the policy of the run (default: policy)")
+def _add_checkpoint(add: _Add) -> None:
+    add("--step", type=int, help="the checkpoint of a run (default: the newest complete one)")
+    add("--role", default="policy", help="the policy of the run (default: policy)")
 
 
-def _add_assignments(parser: argparse.ArgumentParser, option: str, text: str) -> None:
-    parser.add_argument(option, metavar="KEY=VALUE", action="append", default=[], help=text)
+def _add_assignments(add: _Add, option: str, text: str) -> None:
+    add(option, metavar="KEY=VALUE", action="append", default=[], help=text)
 
 
-def _parse_assignments(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> dict[str, object]:
-    """Return values by name; JSON is parsed, everything else is text. Names in ``taken`` have their own option.
+def _parse_assignments(option: str, texts: Sequence[str]) -> dict[str, object]:
+    """Return values by name; JSON is parsed, everything else is text.
 
     >>> _parse_assignments("--set", ["size=3", "name=a b", "deep=true"])
     {'size': 3, 'name': 'a b', 'deep': True}
@@ -123,8 +125,6 @@ def _parse_assignments(option: str, texts: Sequence[str], taken: Collection[str]
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(option, f"is {text!r}", "KEY=VALUE")
-        if name in taken:
-            raise ConfigError(f"{option} {text}: use the option --{name}")
         try:
             values[name] = json.loads(value)
         except ValueError:
@@ -132,31 +132,27 @@ def _parse_assignments(option: str, texts: Sequence[str], taken: Collection[str]
     return values
 
 
-def _is_url(policy: str | None) -> bool:
-    return policy is not None and policy.startswith(("http://", "https://"))
-
-
 def _open_policy(policy: str | None, options: argparse.Namespace, **more: Any) -> Sampler:
     """Open a policy, frozen; None is the backend's own model."""
     from rlkit.backends import sampler
     from rlkit.runs import sampler as saved_sampler
 
-    if policy is not None and _is_url(policy):
-        return sampler(policy, **more)
-    folder = Path(policy or "")
-    if policy and ("://" in policy or (folder / "state.json").is_file() or (folder / "checkpoints").is_dir()):
-        return saved_sampler(policy, role=options.role, step=options.step, **more)
+    if policy:
+        folder = Path(policy)
+        if policy.startswith(_URLS):
+            return sampler(policy, **more)
+        if "://" in policy or (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
+            return saved_sampler(policy, role=options.role, step=options.step, **more)
     model = None if options.backend == "toy" else policy  # the toy is one model, which has no name
     return sampler(options.backend, model=model, **more)
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="the YAML file of settings")
-    text = "override the file: algorithm.optimizer.lr=1e-4"
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
-    _add_import(parser)
-    parser.add_argument("--check", action="store_true", help="only check the settings and the names in them")
-    parser.add_argument("--keys", action=_Keys, nargs=0, help="print every key with its type and default")
+def _add_train(add: _Add) -> None:
+    add("config", metavar="CONFIG", help="the YAML file of settings")
+    add("overrides", metavar="key=value", nargs="*", default=[], help="override the file: algorithm.optimizer.lr=1e-4")
+    _add_import(add)
+    add("--check", action="store_true", help="only check the settings and the names in them")
+    add("--keys", action=_Keys, nargs=0, help="print every key with its type and default")
 
 
 class _Keys(argparse.Action):
@@ -198,28 +194,27 @@ def _train(options: argparse.Namespace) -> int:
 _FILE_KEYS = ("prompt_key", "response_key", "messages_key", "system_prompt_key")
 
 
-def _add_eval(parser: argparse.ArgumentParser) -> None:
+def _add_eval(add: _Add) -> None:
     text = "a run's folder, a path that save() returned, a model, or the URL of a vLLM server"
-    parser.add_argument("policy", metavar="POLICY", help=text)
-    text = "names of reasoning-gym tasks, .jsonl files, or your environments"
-    parser.add_argument("tasks", metavar="TASKS", nargs="+", help=text)
-    _add_import(parser)
-    parser.add_argument("--backend", default="local", help="the backend of a model (default: local)")
-    _add_checkpoint(parser)
+    add("policy", metavar="POLICY", help=text)
+    add("tasks", metavar="TASKS", nargs="+", help="names of reasoning-gym tasks, .jsonl files, or your environments")
+    _add_import(add)
+    add("--backend", default="local", help="the backend of a model (default: local)")
+    _add_checkpoint(add)
     text = "the tokenizer of a served model: a folder or a hub id (default: that of the model which the server names)"
-    parser.add_argument("--tokenizer", help=text)
-    parser.add_argument("--size", type=int, default=100, help="maximal number of tasks of each kind (default: 100)")
-    parser.add_argument("--split", default="test", help="split of generated tasks (default: test)")
-    _add_assignments(parser, "--set", "a setting of generated tasks, or a file's prompt_key or response_key")
-    parser.add_argument("--reward", help="for a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
-    parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
-    parser.add_argument("-k", type=int, nargs="+", default=[], help="values of k for pass@k, each at most n")
-    parser.add_argument("--greedy", action="store_true", help="sample at temperature 0")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: 1)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="maximal tokens per turn (default: 512)")
-    parser.add_argument("--success", type=float, default=1.0, help="least reward of a success (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of tasks and sampling (default: 0)")
-    parser.add_argument("--out", metavar="FOLDER", help="write metrics and trajectories there, for `rlkit report`")
+    add("--tokenizer", help=text)
+    add("--size", type=int, default=100, help="maximal number of tasks of each kind (default: 100)")
+    add("--split", default="test", help="split of generated tasks (default: test)")
+    _add_assignments(add, "--set", "a setting of generated tasks, or a file's prompt_key or response_key")
+    add("--reward", help="for a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
+    add("-n", type=int, default=1, help="episodes per task (default: 1)")
+    add("-k", type=int, nargs="+", default=[], help="values of k for pass@k, each at most n")
+    add("--greedy", action="store_true", help="sample at temperature 0")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (default: 1)")
+    add("--max-tokens", type=int, default=512, help="maximal tokens per turn (default: 512)")
+    add("--success", type=float, default=1.0, help="least reward of a success (default: 1)")
+    add("--seed", type=int, default=0, help="seed of tasks and sampling (default: 0)")
+    add("--out", metavar="FOLDER", help="write metrics and trajectories there, for `rlkit report`")
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -239,18 +234,10 @@ def _eval(options: argparse.Namespace) -> int:
     tasks = _make_tasks(options)
     print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
     tokenizer = {} if options.tokenizer is None else {"tokenizer": options.tokenizer}
+    given = {name: getattr(options, name) for name in ("n", "k", "greedy", "success", "seed")}
+    progress = True if importlib.util.find_spec("rich") is not None else None
     with _open_policy(options.policy, options, **tokenizer) as sampler:
-        evaluation = evaluate_sync(
-            sampler,
-            tasks,
-            n=options.n,
-            k=options.k,
-            greedy=options.greedy,
-            success=options.success,
-            params=params,
-            seed=options.seed,
-            progress=True if importlib.util.find_spec("rich") is not None else None,
-        )
+        evaluation = evaluate_sync(sampler, tasks, params=params, progress=progress, **given)
         if options.out is not None:
             from rlkit.tracking import Jsonl
 
@@ -282,24 +269,16 @@ def _make_tasks(options: argparse.Namespace) -> list[Task]:
     if args and len(files) == len(options.tasks):
         expected = f"for files, {' or '.join(_FILE_KEYS)}, which name their fields"
         raise ConfigError("--set", f"is {options.set[0]!r}", expected)
+    names = structure(Format, {"response_key": "answer", **keys}, "--set")
     tasks: list[Task] = []
     for path in options.tasks:
-        if path in recipes.environments:
-            source, split, workflow, given = None, options.split, path, args
-        elif path in files:
-            source, split, workflow, given = path, "train", "simple_workflow", {}
-        else:
-            given = {"size": size, "seed": options.seed, **args}
-            source, split, workflow = path, options.split, "reasoning_gym"
-        taskset = Taskset(
-            name=Path(path).stem,
-            path=source,
-            split=split,
-            format=structure(Format, {"response_key": "answer", **keys}, "--set"),
-            default_reward_fn_type=options.reward,
-            default_workflow_type=workflow,
-            workflow_args=given,
-        )
+        source: dict[str, Any] = {"default_workflow_type": path, "split": options.split, "workflow_args": args}
+        if path in files:
+            source = {"default_workflow_type": "simple_workflow", "path": path}
+        elif path not in recipes.environments:
+            generated = {"size": size, "seed": options.seed, **args}
+            source |= {"default_workflow_type": "reasoning_gym", "path": path, "workflow_args": generated}
+        taskset = Taskset(name=Path(path).stem, format=names, default_reward_fn_type=options.reward, **source)
         tasks += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
     return tasks
 
@@ -309,22 +288,20 @@ _SHORTEST_KEY = 12  # characters
 _SAVES = "rlkit-saves"
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_serve(add: _Add) -> None:
     text = "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder, a path from save(), a URL"
-    parser.add_argument("--model", help=text)
-    parser.add_argument("--backend", default="local", help="local, toy, or another installed one (default: local)")
-    parser.add_argument("--openai", action="store_true", help="serve the OpenAI and Anthropic APIs instead of Tinker's")
-    parser.add_argument("--name", help="the model's name for clients (default: the last part of --model)")
-    text = f"address; other than loopback needs a key in ${_KEY}, and TLS in front"
-    parser.add_argument("--host", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
-    parser.add_argument("--folder", help=f"folder for saved states (default: {_SAVES})")
-    text = "the name by which clients load the tokenizer (default: the place it was loaded from)"
-    parser.add_argument("--tokenizer", help=text)
+    add("--model", help=text)
+    add("--backend", default="local", help="local, toy, or another installed one (default: local)")
+    add("--openai", action="store_true", help="serve the OpenAI and Anthropic APIs instead of Tinker's")
+    add("--name", help="the model's name for clients (default: the last part of --model)")
+    add("--host", default="127.0.0.1", help=f"address; other than loopback needs a key in ${_KEY}, and TLS in front")
+    add("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
+    add("--folder", help=f"folder for saved states (default: {_SAVES})")
+    add("--tokenizer", help="the name by which clients load the tokenizer (default: the place it was loaded from)")
     text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200"
-    _add_assignments(parser, "--option", text)
-    parser.add_argument("--seed", type=int, help="seed of session ids and of samples without a seed")
-    _add_checkpoint(parser)
+    _add_assignments(add, "--option", text)
+    add("--seed", type=int, help="seed of session ids and of samples without a seed")
+    _add_checkpoint(add)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -337,24 +314,26 @@ def _serve(options: argparse.Namespace) -> int:
     for name, default in elsewhere.items():
         if getattr(options, name) != default:
             raise ConfigError(f"--{name}", "is given", f"it {'without' if options.openai else 'with'} --openai")
-    return (_serve_openai if options.openai else _serve_tinker)(options, os.environ.get(_KEY) or None)
+    more = _parse_assignments("--option", options.option)
+    taken = {name: f"--{name}" for name in ("backend", "host", "model", "port", "seed")}
+    if options.openai:
+        taken |= {"role": "--role", "step": "--step"}
+    else:
+        taken |= {"folder": "--folder", "key": f"${_KEY}", "names": "--name", "tokenizer_id": "--tokenizer"}
+    for name in more.keys() & taken:
+        raise ConfigError(f"--option {name}: set it with {taken[name]}")
+    if options.seed is not None:
+        more["seed"] = options.seed
+    return (_serve_openai if options.openai else _serve_tinker)(options, os.environ.get(_KEY) or None, more)
 
 
-def _serve_tinker(options: argparse.Namespace, key: str | None) -> int:
+def _serve_tinker(options: argparse.Namespace, key: str | None, more: dict[str, Any]) -> int:
     from rlkit.server import serve
 
-    with serve(
-        options.backend,
-        model=options.model,
-        host=options.host,
-        port=options.port,
-        key=key,
-        names=None if options.name is None else [options.name],
-        folder=options.folder or _SAVES,
-        tokenizer_id=options.tokenizer,
-        **_parse_assignments("--option", options.option, taken=("seed",)),
-        seed=options.seed,
-    ) as server:
+    more |= {name: getattr(options, name) for name in ("model", "host", "port")}
+    names = None if options.name is None else [options.name]
+    folder = options.folder or _SAVES
+    with serve(options.backend, key=key, names=names, folder=folder, tokenizer_id=options.tokenizer, **more) as server:
         shown = "tml-local" if key is None else f"<what is in ${_KEY}>"
         print(f"serving {server.names[0]} at {server.url}", flush=True)
         print(f"clients: TINKER_BASE_URL={server.url} TINKER_API_KEY={shown}", flush=True)
@@ -362,7 +341,7 @@ def _serve_tinker(options: argparse.Namespace, key: str | None) -> int:
     return 0
 
 
-def _serve_openai(options: argparse.Namespace, key: str | None) -> int:
+def _serve_openai(options: argparse.Namespace, key: str | None, more: dict[str, Any]) -> int:
     from rlkit._hosts import is_loopback
     from rlkit.gateway import Gateway
 
@@ -370,10 +349,8 @@ def _serve_openai(options: argparse.Namespace, key: str | None) -> int:
         raise ConfigError("--host", f"{options.host} can be reached from other machines", f"a key in ${_KEY}")
     if key is not None and len(key) < _SHORTEST_KEY:
         raise ConfigError(f"${_KEY}", "is too short", f"at least {_SHORTEST_KEY} characters")
-    name = options.name or ("policy" if _is_url(options.model) else Path(options.model or options.backend).name)
-    more = _parse_assignments("--option", options.option, taken=("seed",))
-    if options.seed is not None:
-        more["seed"] = options.seed
+    model = options.model or options.backend
+    name = options.name or ("policy" if model.startswith(_URLS) else Path(model).name)
     with (
         _open_policy(options.model, options, **more) as sampler,
         Gateway(sampler, model=name, host=options.host, port=options.port, open=True, key=key) as gateway,
@@ -394,11 +371,11 @@ def _wait_for_signal() -> None:
     stop.wait()
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", metavar="RUN", nargs="+", help="the run's folder; several runs share one page")
-    parser.add_argument("--out", metavar="FILE", help="the file to write (default: report.html in the first folder)")
+def _add_report(add: _Add) -> None:
+    add("folders", metavar="RUN", nargs="+", help="the run's folder; several runs share one page")
+    add("--out", metavar="FILE", help="the file to write (default: report.html in the first folder)")
     text = "a model whose tokenizer shows tokens as text (default: that of the first run's newest checkpoint)"
-    parser.add_argument("--tokenizer", metavar="MODEL", help=text)
+    add("--tokenizer", metavar="MODEL", help=text)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -445,11 +422,11 @@ def _find_model(folder: str) -> str | None:
     return "toy" if state["backend"] == "toy" else state.get("model")
 
 
-def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    _add_checkpoint(parser)
-    parser.add_argument("--export", metavar="FOLDER", help="a new folder")
-    parser.add_argument("--merged", action="store_true", help="merge the adapter into its base")
+def _add_checkpoints(add: _Add) -> None:
+    add("folder", metavar="RUN", help="the run's folder")
+    _add_checkpoint(add)
+    add("--export", metavar="FOLDER", help="a new folder")
+    add("--merged", action="store_true", help="merge the adapter into its base")
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
@@ -497,10 +474,10 @@ def _export(whole: list[Record], options: argparse.Namespace) -> list[str]:
     return [options.export, *save_adapter(path, options.export)]
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--offline", action="store_true", help="do not contact a service")
-    parser.add_argument("--deadline", type=float, default=20.0, help="time limit of the service's answer (default: 20)")
-    parser.add_argument("--device", help="check the local backend on a device: cpu, cuda, cuda:1, mps")
+def _add_doctor(add: _Add) -> None:
+    add("--offline", action="store_true", help="do not contact a service")
+    add("--deadline", type=float, default=20.0, help="time limit of the service's answer (default: 20)")
+    add("--device", help="check the local backend on a device: cpu, cuda, cuda:1, mps")
 
 
 def _doctor(options: argparse.Namespace) -> int:

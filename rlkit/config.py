@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 import os
 import re
 import types
@@ -48,7 +49,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
 
     Args:
         kind: the class; its fields may be attrs classes too.
-        path: the file; None for none. ``${other.key}`` stands for another value, ``${oc.env:NAME,default}`` for that of
+        path: the file; None for none. ``${other.key}`` is another value, ``${oc.env:NAME,default}`` that of
             an environment variable. Such a text is read as YAML where the setting is a number, a boolean or another
             type without texts; 0 and 1 are booleans, too. It stays text where the setting takes any value.
         overrides: texts ``"a.b=value"``, the value as in YAML; ``"a.0.b=value"`` is of the first entry of a list.
@@ -200,6 +201,19 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain(x) for x in value]
     return dump(value) if attrs.has(type(value)) else str(value) if isinstance(value, Path) else value
+
+
+def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield ("a.b", text) of each entry of nested mappings of plain data; a list is one value.
+
+    >>> list(flatten({"a": {"b": [1, None]}, "c": "text", "d": {}}))
+    [('a.b', '[1, null]'), ('c', 'text'), ('d', '{}')]
+    """
+    if isinstance(value, Mapping) and (value or not key):
+        for name, each in value.items():
+            yield from flatten(each, f"{key}.{name}" if key else name)
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _convert(hint: Any, value: Any, where: str) -> object:

@@ -48,6 +48,9 @@ def test_words_may_follow_options():
         (["serve", "--backend", "nothing"], "nothing"),
         (["serve", "--backend", "toy", "--host", "0.0.0.0"], "RLKIT_SERVER_KEY"),  # noqa: S104  # it is refused
         (["serve", "--backend", "toy", "--port", "70000"], "serve(port)"),
+        (["serve", "--backend", "toy", "--option", "port=9000"], "--option port: set it with --port"),
+        (["serve", "--backend", "toy", "--option", "key=tml-x"], "--option key: set it with $RLKIT_SERVER_KEY"),
+        (["serve", "--backend", "toy", "--openai", "--option", "step=1"], "--option step: set it with --step"),
         (["serve", "--model", "/no/such/folder"], "/no/such/folder"),
         (["train", "missing.yaml"], "missing.yaml: no such file"),
         (["train", "a.b=1"], "a.b=1: no such file; write the overrides after the file"),

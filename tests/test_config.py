@@ -74,8 +74,7 @@ def test_overrides_reach_into_lists_and_mappings(tmp_path):
     """By number, with or without brackets; a mapping is added to, a list is replaced."""
     path = written(tmp_path, "needed: x\nsizes: [1, 2, 3]\nextra: {a: 1, b/c: 2}\nanything: [{rank: 1}, {rank: 2}]\n")
     found = load(Settings, path, ["sizes.0=7", "sizes[2]=9", "anything.1.rank=5", "extra.b/c=4", "extra={d: 5}"])
-    assert found.sizes == (7, 2, 9)
-    assert found.anything == [{"rank": 1}, {"rank": 5}]
+    assert (found.sizes, found.anything) == ((7, 2, 9), [{"rank": 1}, {"rank": 5}])
     assert found.extra == {"a": 1.0, "b/c": 4.0, "d": 5.0}
     assert load(Settings, path, ["sizes=[4]", "decay=${sizes.0}"]).sizes == (4,)
 
@@ -91,7 +90,7 @@ def test_what_is_dumped_is_read_back(tmp_path):
 def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
     """By default and by variable, direct, by reference and in parts; what may be text stays text."""
     monkeypatch.delenv("RLKIT_UNSET", raising=False)
-    variables = {"RATE": "1e-6", "RANK": "8", "YES": "true", "ONE": "1", "LIST": "[1, 2]", "NULL": "null"}
+    variables = {"RATE": "1e-6", "RANK": "8", "ONE": "1", "LIST": "[1, 2]", "NULL": "null"}
     for name, text in variables.items():
         monkeypatch.setenv(f"RLKIT_{name}", text)
     cases = {
@@ -103,10 +102,8 @@ def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
         "lora: {rank: '${oc.env:RLKIT_RANK,4}'}": ("lora", Lora(8)),
         "flag: ${oc.env:RLKIT_UNSET,true}": ("flag", True),
         "flag: ${oc.env:RLKIT_UNSET,no}": ("flag", False),
-        "flag: ${oc.env:RLKIT_YES}": ("flag", True),
         "flag: ${oc.env:RLKIT_ONE}": ("flag", True),
         "flag: ${oc.env:RLKIT_UNSET,0}": ("flag", False),
-        "maybe: ${oc.env:RLKIT_UNSET,null}": ("maybe", None),
         "maybe: ${oc.env:RLKIT_NULL}": ("maybe", None),
         "maybe: ${oc.env:RLKIT_RANK}": ("maybe", 8),
         "either: ${oc.env:RLKIT_RATE}": ("either", 1e-6),
@@ -114,7 +111,6 @@ def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
         "sizes: ${oc.env:RLKIT_LIST}": ("sizes", (1, 2)),
         "sizes: ['${oc.env:RLKIT_RANK}', 3]": ("sizes", (8, 3)),
         "extra: {a: '${oc.env:RLKIT_RATE}'}": ("extra", {"a": 1e-6}),
-        "needed: ${oc.env:RLKIT_RANK}": ("needed", "8"),
         "needed: ${oc.env:RLKIT_UNSET,1e-6}": ("needed", "1e-06"),  # as OmegaConf writes a default
         "folder: ${oc.env:RLKIT_RANK}": ("folder", Path("8")),
         "mode: ${oc.env:RLKIT_UNSET,b}": ("mode", "b"),
@@ -157,8 +153,6 @@ REFUSED = {
     "rate: '8'": "^rate: is '8'",
     "rate: true": "^rate: is True",
     "lora: 3": "^lora: got 3 [(]int[)]; expected a mapping",
-    "lora: {rank: 1.5}": "^lora.rank: is 1.5",
-    "lora: {rank: '8'}": "^lora.rank: is '8'",
     "lora: {rank: 0}": "^lora: rank: got a rank below 1",
     "mode: c": "^mode: is 'c'; expected one of 'a', 'b'",
     "sizes: [1, two]": r"^sizes\[1\]: is 'two'",
@@ -169,17 +163,13 @@ REFUSED = {
     "rate: ${nothing}": "rate: Interpolation key 'nothing' not found",
     "rate: ???": "rate: Missing mandatory value",
     "rate: 1\nrate: 2": "cannot be read as settings: line 3, column 1: found duplicate key rate",
-    "rate: [x": "cannot be read as settings: line 2, column 9: expected ',' or ']'",
     "rate: ${x": "cannot be read",
     "rate: !!python/object/apply:os.system ['touch /tmp/never']": "cannot be read",
-    "rate: !!binary 'x'": "cannot be read",
     "rate: " + "1" * 10_000: "cannot be read",
     "rate: 0x" + "f" * 10_000: "rate: is larger than any float",
     "\x00": "cannot be read",
     "a: &a [1]\nb: [" + "*a, " * 200 + "1]": "50 levels, 100 aliases or 1000 references, the limits",
     "rate: " + "[" * 50_000: "50 levels",
-    "rate:\n  " + "- " * 3000 + "x": "50 levels",
-    "".join(" " * i + "a:\n" for i in range(900)): "50 levels",
     "rate: '" + "${rate}" * 2000 + "'": "1000 references",
     "rate: " + "${" * 900: "cannot be read",
     "rate: " + "x" * 1_100_000: "more than 1000000 bytes",
@@ -191,10 +181,7 @@ OVERRIDES = {
     "=3": "^override",
     3: "^override",
     "q" * 100_000: "^override",
-    "rtae=1": "mean 'rate'",
-    "rate=" + "1" * 10_000: "^rate: cannot be set",
     "rate='": "^rate: cannot be set: line 1",
-    "rate=[[": "^rate: can",
     "rate=!!python/object/apply:os.system [id]": "^rate: cannot be set.*constructor",
     "rate=\ud800": "^rate: can",
     "rate=" + "[" * 5000: "^rate: cannot be set: more than 50 levels",
@@ -237,7 +224,7 @@ def test_as_deep_as_settings_are(tmp_path):
     assert load(Settings, path).needed == "[" * 40
 
 
-def test_describe():
+def test_each_setting_is_described_in_a_line():
     lines = {line.split()[0]: line for line in describe(Settings).splitlines()}
     assert lines["lora.rank"].endswith("of the matrices, both of them.")
     assert "float = 0.0001" in lines["rate"]

@@ -16,8 +16,6 @@ import numpy as np
 from rlkit import Sample, _secrets
 from rlkit._secrets import add_secret, is_secret_name, redact
 from rlkit.report import write
-from rlkit.runs import Run
-from rlkit.storage import read
 from rlkit.tracking import Jsonl, MultiTracker, mask
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
@@ -149,19 +147,6 @@ def test_variables_of_the_environment(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert redact(f"it is {value}, no?") == f"it is {'***' if hidden else value}, no?", name
-
-
-def test_a_run_in_a_folder(monkeypatch, tmp_path):
-    """Messages, failures, tags and settings keep the working directory, as a shell sets it, and other paths."""
-    monkeypatch.setenv("PWD", str(tmp_path))
-    text = f"You are in {tmp_path}, not in /workspace or /testbed."
-    trajectory = Trajectory([Turn(Sample([65], [66], [-0.5]), 1.0)], messages=[{"role": "user", "content": text}])
-    config = {"data": f"{tmp_path}/train.jsonl", "pwd": str(tmp_path), "credentials": "/workspace/key.json"}
-    with Run(tmp_path / "run", config=config, trackers=("jsonl",)) as run:
-        run.log_trajectories([Group([trajectory], failures=[Failure("env", "ValueError", text)])], 0)
-    assert json.loads((tmp_path / "run/config.json").read_text()) == config
-    (found,) = read(tmp_path / "run/trajectories.jsonl")
-    assert (found.trajectories[0].messages[0]["content"], found.failures[0].message) == (text, text)
 
 
 @for_each("piece", ["a", "a-", "--", "password=", "sk-", "Bearer ", "://a", "-----BEGIN ", "--key ", "\\", "'"])

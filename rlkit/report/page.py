@@ -26,6 +26,7 @@ from rlkit._files import from_json, plain, replace_file
 from rlkit._runtime import VERSION, missing
 from rlkit._secrets import mask, redact
 from rlkit.backends.protocol import Tokenizer
+from rlkit.config import flatten
 from rlkit.errors import CheckpointError, DataError
 from rlkit.metrics.names import general, reduction, split_name
 from rlkit.tracking.jsonl import TRAJECTORIES, MetricsRow, read_metrics
@@ -119,19 +120,10 @@ def _compare(paths: Iterable[Path], name: str) -> dict[str, list[str]]:
     for path in paths:
         try:
             content = json.loads((path / name).read_text("utf-8")) if (path / name).is_file() else {}
-            tables.append(dict(_flatten(plain(mask(content)))))
+            tables.append(dict(flatten(plain(mask(content)))))
         except (OSError, ValueError, RecursionError):
             tables.append({})
     return {key: [table.get(key, "") for table in tables] for table in tables for key in table}
-
-
-def _flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ("a.b", text) of each entry of nested mappings; a list is one value."""
-    if isinstance(value, Mapping) and (value or not key):
-        for name, each in value.items():
-            yield from _flatten(each, f"{key}.{name}" if key else name)
-    else:
-        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _make_charts(runs: Iterable[Iterable[MetricsRow]]) -> dict[str, dict[str, Any]]:

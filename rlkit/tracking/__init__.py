@@ -56,7 +56,7 @@ class Tracker(Protocol):
     ``MultiTracker`` makes the calls of all others in a separate thread. A tracker may have two more methods:
     ``sync()`` returns its position as plain data, which a run stores in each checkpoint, and ``rewind(step,
     position)`` drops what was logged after the checkpoint from which a run resumes at ``step``; the position is None
-    for a tracker without ``sync``, or where there is no checkpoint.
+    for a tracker without ``sync``, or without a checkpoint.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -120,7 +120,7 @@ class BackgroundCalls:
         self._waiting: queue.Queue[_Call] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._ended = False
-        self._given_up = threading.Event()
+        self._given_up = False
         self._lock = threading.Lock()
 
     @property
@@ -153,11 +153,11 @@ class BackgroundCalls:
 
     def wait(self, deadline: float) -> None:
         """Wait for started calls until ``time.monotonic()`` is ``deadline``; drop and count the rest."""
-        if self._thread is None or self._given_up.is_set():
+        if self._thread is None or self._given_up:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._given_up.set()
+            self._given_up = True
             left = max(0, self._waiting.qsize() - 1)  # without the end
             if left:
                 self.count("dropped", f"did not finish in time: {left} calls were dropped", left)
@@ -177,7 +177,7 @@ class BackgroundCalls:
         call = None
         while call is not _CLOSE:
             call = self._waiting.get()
-            if self._given_up.is_set():
+            if self._given_up:
                 return
             self._run(call)
 
@@ -287,6 +287,5 @@ class MultiTracker(Resource):
             calls.count("refused", f"got a value that cannot be logged: {error}")
 
 
-for _public in (Jsonl, MultiTracker, Tracker, check_metrics, for_run, mask, mismatch_metrics, read_metrics):
-    _public.__module__ = __name__  # where users import them from
-train_metrics.__module__ = __name__
+for _name in set(__all__) - {"registry"}:
+    globals()[_name].__module__ = __name__  # where users import them from

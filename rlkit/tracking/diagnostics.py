@@ -89,7 +89,7 @@ def mismatch_metrics(data: Sequence[Datum], trainer_logprobs: Sequence[np.ndarra
 
     Returns:
         "sampler/mismatch/kl", k3 in nats per token, and "sampler/mismatch/ratio_min" and "..._max" of the ratio
-        trainer / sampler; {} where there is no token.
+        trainer / sampler; {} without a token.
 
     Raises:
         DataError: data and logprobs do not belong together.

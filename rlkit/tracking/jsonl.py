@@ -29,7 +29,7 @@ PerToken: TypeAlias = Sequence[object] | None
 
 
 def check_metrics(metrics: object, step: object, where: str = "log") -> tuple[dict[str, float], int]:
-    """Return the metrics as name -> float, names that hold a key mask, and the step.
+    """Return the metrics as name -> float, keys in names masked, and the step.
 
     Raises:
         DataError: the metrics are not a mapping of names to numbers.
@@ -46,8 +46,7 @@ def check_metrics(metrics: object, step: object, where: str = "log") -> tuple[di
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise DataError(f"{where}(metrics)", f"has the key {_check.describe(name)}", "non-empty names")
-        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's, without importing torch
-            value = value.item()
+        value = _check.plain(value)
         if not isinstance(value, numbers.Real):
             found = f"got {redact(_check.describe(value))}"
             raise DataError(f"{where}(metrics)[{redact(name)!r}]", found, "a number")
@@ -73,9 +72,7 @@ def check_per_token(groups: Sequence[Group], **given: PerToken) -> list[dict[str
     for name, values in given.items():
         if values is None:
             continue
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or len(values) != len(trajectories):
-            what = f"has {len(values)} entries" if hasattr(values, "__len__") else f"got {_check.describe(values)}"
-            raise DataError(name, what, f"{len(trajectories)}", "one per trajectory, over all groups")
+        _check.entries(name, values, len(trajectories), "one per trajectory, over all groups")
         for i, (value, trajectory) in enumerate(zip(values, trajectories, strict=True)):
             array = _check.as_array(f"{name}[{i}]", value, "a number, or one per token")
             if array.shape != (trajectory.token_count,) and (array.shape or name != "advantages"):
@@ -218,7 +215,7 @@ def read_metrics(folder: str | Path) -> list[MetricsRow]:
     Non-finite numbers are floats again. Incomplete lines, and values that are not numbers, are left out.
 
     Raises:
-        CheckpointError: there is no such folder, it is not a run's, or the file cannot be read.
+        CheckpointError: the folder does not exist or is not a run's, or the file cannot be read.
     """
     folder = Path(folder)
     if not any((folder / name).exists() for name in (*FILES, "run.json", "config.json")):

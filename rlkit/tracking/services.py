@@ -11,10 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+
+import attrs
 
 from rlkit import _check, _runtime
+from rlkit._files import plain
 from rlkit._secrets import mask, redact
+from rlkit.config import flatten
 from rlkit.errors import ConfigError
 from rlkit.tracking import check_metrics
 from rlkit.trajectory import Group
@@ -25,6 +29,7 @@ __all__ = ["Mlflow", "TensorBoard", "Trackio", "Wandb"]
 COLUMNS = ("step", "env", "index", "reward", "turns", "tokens", "ended", "text")
 
 
+@attrs.define(eq=False, repr=False)
 class ServiceTracker(ABC):
     """A tracker that connects at the first call, which ``MultiTracker`` makes in a thread: no run waits for it.
 
@@ -38,19 +43,21 @@ class ServiceTracker(ABC):
         ConfigError: the package is not installed; the message names the extra.
     """
 
-    package: str
-    extra: str
+    package: ClassVar[str]
+    extra: ClassVar[str]
+    _config: Any = attrs.field(default=None, kw_only=True)
+    _trajectories: int = attrs.field(default=8, kw_only=True)
+    _run: Any = attrs.field(default=None, init=False)  # of the service's package
+    _closed: bool = attrs.field(default=False, init=False)
 
-    def __init__(self, *, config: object = None, trajectories: int = 8) -> None:
+    def __attrs_post_init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
             text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
             raise ConfigError(f"{text}install it with {_runtime.command(self.extra)}")
-        if config is not None and not isinstance(config, Mapping):
-            raise ConfigError("config", f"got {redact(_check.describe(config))}", "a mapping")
-        self._config: dict[str, object] = mask(config or {})
-        self._most = _check.integer("trajectories", trajectories, low=0)
-        self._run: Any = None  # of the service's package
-        self._closed = False
+        if self._config is not None and not isinstance(self._config, Mapping):
+            raise ConfigError("config", f"got {redact(_check.describe(self._config))}", "a mapping")
+        self._config = plain(mask(self._config or {}))
+        _check.integer("trajectories", self._trajectories, low=0)
 
     @classmethod
     def for_run(cls, folder: Path) -> Self:
@@ -68,9 +75,9 @@ class ServiceTracker(ABC):
         """Send up to ``trajectories`` of them as text, evenly spaced over all."""
         step = _check.integer("step", step, low=0)
         played = [trajectory for group in checked_groups(groups) for trajectory in group.trajectories]
+        count = min(self._trajectories, len(played))
         rows: list[list[object]] = []
-        for i in range(count := min(self._most, len(played))):
-            t = played[i * len(played) // count]
+        for t in (played[i * len(played) // count] for i in range(count)):
             text = redact("\n\n".join(f"[{m.get('role', '')}]\n{m.get('content', '')}" for m in t.messages))
             index = -1 if t.index is None else t.index
             rows.append([step, t.env, index, t.reward, len(t.turns), t.token_count, t.ended, text])
@@ -107,7 +114,19 @@ class ServiceTracker(ABC):
         """Close the connection to the service."""
 
 
-class Wandb(ServiceTracker):
+class _WandbTracker(ServiceTracker):
+    """What wandb and trackio have in common: tables, and runs that are finished."""
+
+    def _log_texts(self, run: Any, rows: list[list[object]], step: int) -> None:
+        table = importlib.import_module(self.package).Table(columns=list(COLUMNS), data=rows)
+        self._log(run, {"trajectories": table}, step)
+
+    def _end(self, run: Any) -> None:
+        run.finish()
+
+
+@attrs.define(eq=False, repr=False)
+class Wandb(_WandbTracker):
     """A tracker that sends metrics, and some trajectories as a table, to Weights & Biases (extra ``wandb``).
 
     The key is what wandb itself finds in the environment. Steps are logged as a metric called "step", which is the x
@@ -120,28 +139,18 @@ class Wandb(ServiceTracker):
         id: of a run to continue; None: a new one.
         folder: for wandb's own files; None: its choice.
         mode: "online", "offline" or "disabled"; None: the environment's setting, else online.
-        config, trajectories: as for ``ServiceTracker``: settings, which are mask, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: wandb is not installed.
     """
 
     package = extra = "wandb"
-
-    def __init__(
-        self,
-        project: str = "rlkit",
-        *,
-        name: str | None = None,
-        id: str | None = None,  # noqa: A002
-        folder: str | Path | None = None,
-        mode: str | None = None,
-        config: object = None,
-        trajectories: int = 8,
-    ) -> None:
-        super().__init__(config=config, trajectories=trajectories)
-        options = {"project": project, "name": name, "id": id, "dir": folder, "mode": mode}
-        self._options: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    _project: str = "rlkit"
+    _name: str | None = attrs.field(default=None, kw_only=True)
+    _id: str | None = attrs.field(default=None, kw_only=True)
+    _folder: str | Path | None = attrs.field(default=None, kw_only=True)
+    _mode: str | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
     def for_run(cls, folder: Path) -> Self:
@@ -154,8 +163,15 @@ class Wandb(ServiceTracker):
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True, x_disable_stats=True
         )
-        resume = "allow" if "id" in self._options else None
-        run = wandb.init(config=self._config, reinit="create_new", settings=settings, resume=resume, **self._options)
+        options = {
+            "project": self._project,
+            "name": self._name,
+            "id": self._id,
+            "dir": self._folder,
+            "mode": self._mode,
+        }
+        resume = None if self._id is None else "allow"
+        run = wandb.init(config=self._config, reinit="create_new", settings=settings, resume=resume, **options)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -163,15 +179,9 @@ class Wandb(ServiceTracker):
     def _log(self, run: Any, metrics: Mapping[str, Any], step: int) -> None:
         run.log({**metrics, "step": step})
 
-    def _log_texts(self, run: Any, rows: list[list[object]], step: int) -> None:
-        table = importlib.import_module(self.package).Table(columns=list(COLUMNS), data=rows)
-        self._log(run, {"trajectories": table}, step)
 
-    def _end(self, run: Any) -> None:
-        run.finish()
-
-
-class Trackio(Wandb):
+@attrs.define(eq=False, repr=False)
+class Trackio(_WandbTracker):
     """A tracker that logs to Trackio's local database, or to a Space of the user's (extra ``trackio``).
 
     Args:
@@ -179,48 +189,35 @@ class Trackio(Wandb):
         name: the run's; None: Trackio makes one up.
         resume: "never", "allow" or "must": whether to continue a run of that name.
         space: of Hugging Face, to log to; None: this machine, in ``$TRACKIO_DIR``.
-        config, trajectories: as for ``ServiceTracker``: settings, which are mask, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: trackio is not installed.
     """
 
     package = extra = "trackio"
-
-    def __init__(
-        self,
-        project: str = "rlkit",
-        *,
-        name: str | None = None,
-        resume: str = "allow",
-        space: str | None = None,
-        config: object = None,
-        trajectories: int = 8,
-    ) -> None:
-        super().__init__(project, name=name, config=config, trajectories=trajectories)
-        self._options = {"project": project, "name": name, "resume": resume, "space_id": space}
-        self._options |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-
-    @classmethod
-    def for_run(cls, folder: Path) -> Self:
-        """Return the tracker of a run in ``folder``, under the folder's name."""
-        return cls(name=folder.resolve().name)
+    _project: str = "rlkit"
+    _name: str | None = attrs.field(default=None, kw_only=True)
+    _resume: str = attrs.field(default="allow", kw_only=True)
+    _space: str | None = attrs.field(default=None, kw_only=True)
 
     def _open(self) -> Any:
         import trackio
 
-        return trackio.init(config=self._config, **self._options)
+        options = {"project": self._project, "name": self._name, "resume": self._resume, "space_id": self._space}
+        return trackio.init(config=self._config, embed=False, auto_log_gpu=False, auto_log_cpu=False, **options)
 
     def _log(self, run: Any, metrics: Mapping[str, Any], step: int) -> None:
         run.log(metrics, step=step)
 
 
+@attrs.define(eq=False, repr=False)
 class TensorBoard(ServiceTracker):
     """A tracker that writes event files for TensorBoard, with tensorboardX (extra ``tensorboard``).
 
     Args:
         folder: where the event files go.
-        config, trajectories: as for ``ServiceTracker``: settings, which are mask, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -228,11 +225,8 @@ class TensorBoard(ServiceTracker):
 
     package = "tensorboardX"
     extra = "tensorboard"
-
-    def __init__(self, folder: str | Path, *, config: object = None, trajectories: int = 8) -> None:
-        super().__init__(config=config, trajectories=trajectories)
-        self._folder = str(folder)
-        self._purge: int | None = None
+    _folder: str | Path
+    _purge: int | None = attrs.field(default=None, init=False)
 
     @classmethod
     def for_run(cls, folder: Path) -> Self:
@@ -251,9 +245,9 @@ class TensorBoard(ServiceTracker):
 
         # A file is named after the second in which it is opened: a run that resumes at once would overwrite it.
         suffix = f".{time.time_ns()}"
-        writer = SummaryWriter(self._folder, purge_step=self._purge, flush_secs=10, filename_suffix=suffix)
+        writer = SummaryWriter(str(self._folder), purge_step=self._purge, flush_secs=10, filename_suffix=suffix)
         if self._config:
-            writer.add_text("config", _as_code(json.dumps(self._config, indent=1, default=str)), 0)
+            writer.add_text("config", _as_code(json.dumps(self._config, indent=1)), 0)
         return writer
 
     def _log(self, run: Any, metrics: Mapping[str, Any], step: int) -> None:
@@ -274,6 +268,7 @@ def _as_code(text: str) -> str:
     return textwrap.indent(text, "    ", lambda _: True)
 
 
+@attrs.define(eq=False, repr=False)
 class Mlflow(ServiceTracker):
     """A tracker that logs to a tracking server or database of MLflow (extra ``mlflow``).
 
@@ -285,26 +280,18 @@ class Mlflow(ServiceTracker):
         name: the run's; None: MLflow makes one up.
         id: of a run to continue; None: a new one.
         uri: of the server or database; None: what MLflow finds in the environment.
-        config, trajectories: as for ``ServiceTracker``: settings, which are mask, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: mlflow is not installed.
     """
 
     package = extra = "mlflow"
-
-    def __init__(
-        self,
-        experiment: str = "rlkit",
-        *,
-        name: str | None = None,
-        id: str | None = None,  # noqa: A002
-        uri: str | None = None,
-        config: object = None,
-        trajectories: int = 8,
-    ) -> None:
-        super().__init__(config=config, trajectories=trajectories)
-        self._experiment, self._name, self._id, self._uri = experiment, name, id, uri
+    _experiment: str = "rlkit"
+    _name: str | None = attrs.field(default=None, kw_only=True)
+    _id: str | None = attrs.field(default=None, kw_only=True)
+    _uri: str | None = attrs.field(default=None, kw_only=True)
+    _client: Any = attrs.field(default=None, init=False)
 
     def _open(self) -> Any:
         from mlflow import MlflowClient
@@ -316,7 +303,7 @@ class Mlflow(ServiceTracker):
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         run = self._client.create_run(experiment, run_name=self._name).info.run_id
-        params = [Param(_name(key), text[:6000]) for key, text in _flat(self._config)]
+        params = [Param(_clean_name(key), text[:6000]) for key, text in flatten(self._config)]
         for start in range(0, len(params), 100):  # as many as a request may hold
             self._client.log_batch(run, params=params[start : start + 100])
         return run
@@ -325,7 +312,7 @@ class Mlflow(ServiceTracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        listed = [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        listed = [Metric(_clean_name(name), value, now, step) for name, value in metrics.items()]
         for start in range(0, len(listed), 1000):
             self._client.log_batch(run, metrics=listed[start : start + 1000])
 
@@ -337,14 +324,6 @@ class Mlflow(ServiceTracker):
         self._client.set_terminated(run)
 
 
-def _name(text: str) -> str:
-    """Return a name as MLflow allows it."""
+def _clean_name(text: str) -> str:
+    """Replace the characters that MLflow does not allow in names."""
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", text)
-
-
-def _flat(config: object, prefix: str = "") -> list[tuple[str, str]]:
-    """Return ("a.b", text) pairs of nested settings."""
-    if isinstance(config, dict) and config:
-        named = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items())
-        return [pair for key, value in named for pair in _flat(value, key)]
-    return [(prefix, config if isinstance(config, str) else json.dumps(config, default=str))] if prefix else []

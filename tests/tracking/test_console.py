@@ -53,21 +53,15 @@ def test_an_evaluation_in_between_adds_a_column_once():
     assert rows[3:] == [["1", "0.75"], ["2", "0.5", "1"], ["3", "0.75"]]
 
 
-def test_names_can_not_draw_on_the_terminal():
-    heading, row = rows_of({"a": 1.0}, columns={"[red]\x1b[2J": "a"})
-    assert (heading, row) == (["step", "[red]?[2J"], ["0", "1"])
+def test_names_and_long_numbers_leave_the_columns_whole():
+    """Names cannot draw on the terminal; a negative number with an exponent fills its column."""
+    heading, row = rows_of({"a": -1.234e-8, "b": -4.098e-8}, columns={"[red]\x1b[2J": "a", "b": "b"})
+    assert (heading, row) == (["step", "[red]?[2J", "b"], ["0", "-1.234e-08", "-4.098e-08"])
     text = str(rows_of({"time/\x1b[2J\n\u202e": 1.0}))
-    assert "\x1b" not in text
-    assert "\u202e" not in text
+    assert not {"\x1b", "\u202e"} & {*text}
 
 
-def test_long_numbers_do_not_run_together():
-    """A negative number with an exponent fills its column."""
-    _, row = rows_of({"x/a": -1.234e-8, "x/b": -4.098e-8}, columns={"a": "x/a", "b": "x/b"})
-    assert row == ["0", "-1.234e-08", "-4.098e-08"]
-
-
-def test_bad_input():
+def test_bad_input_raises():
     with pytest.raises(DataError):
         Console().log({"a": "b"}, 0)
     with pytest.raises(DataError):

@@ -59,15 +59,12 @@ def test_numbers_that_are_not_finite_are_kept_in_json_that_anyone_can_read(tmp_p
     ("metrics", "step", "error", "says"),
     [
         ({"a": "text"}, 0, DataError, r"log\(metrics\)\['a'\]: got 'text'"),
-        ({"a": None}, 0, DataError, "got None"),
         ({"a": np.ones(2)}, 0, DataError, "expected a number"),
         ({"a": 1j}, 0, DataError, "expected a number"),
         ({1: 1.0}, 0, DataError, "non-empty names"),
         ({"": 1.0}, 0, DataError, "non-empty names"),
         ([("a", 1.0)], 0, DataError, "a mapping of names"),
         ({"a": 1.0}, -1, ConfigError, r"log\(step\): got -1"),
-        ({"a": 1.0}, 1.0, ConfigError, "an integer"),
-        ({"a": 1.0}, True, ConfigError, "an integer"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_written(tmp_path, metrics, step, error, says):
@@ -153,40 +150,35 @@ def test_what_is_no_record_of_metrics_is_left_out(tmp_path):
         read_metrics(tmp_path / "nothing")
 
 
-def test_trajectories_come_back_under_the_step_they_were_logged_at(tmp_path):
-    """Groups made for another step (asynchronous rollouts) have the step that they trained; failures are kept."""
-    failure = Failure("env", "ValueError", "no")
-    Jsonl(tmp_path).log_trajectories([group(step=3, number=1, failures=[failure])], 5)
-    (read,) = storage.read(tmp_path / "trajectories.jsonl")
-    assert (read.step, read.number, len(read)) == (5, 1, 2)
-    assert read.trajectories[0].turns[0].tokens.tolist() == list(b"ab")
-    assert read.failures == (failure,)
-
-
-def test_advantages_and_logprobs_are_in_the_line_of_their_group(tmp_path):
-    """Numbers in float32 come back exactly; who reads the groups does not see them."""
+def test_trajectories_come_back_with_values_in_their_lines(tmp_path):
+    """Under the step that they trained, which asynchronous rollouts were not made for. Numbers in float32 are exact."""
     thirds = -np.arange(1, 4, dtype=np.float32) / 3
-    groups = [group(number=0), group(number=1, texts=("xyz",))]
+    failure = Failure("env", "ValueError", "no")
+    groups = [group(step=3, number=0, failures=[failure]), group(number=1, texts=("xyz",))]
     advantages = [np.float32(0.1), [0.5], np.array([1, 2, np.nan])]
-    Jsonl(tmp_path).log_trajectories(groups, 2, advantages=advantages, trainer_logprobs=[[-1, -2], [-3.0], thirds])
+    Jsonl(tmp_path).log_trajectories(groups, 5, advantages=advantages, trainer_logprobs=[[-1, -2], [-3.0], thirds])
     lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
     first, second, third = [trajectory for line in lines for trajectory in line["trajectories"]]
     assert np.float32(first["advantages"]) == np.float32(0.1)
     assert (first["trainer_logprobs"], second["advantages"]) == ([-1.0, -2.0], [0.5])
     assert third["advantages"] == [1.0, 2.0, "NaN"]
     assert np.array(third["trainer_logprobs"], np.float32).tobytes() == thirds.tobytes()
-    assert [each.number for each in storage.read(tmp_path / "trajectories.jsonl", strict=True)] == [0, 1]
+    read = list(storage.read(tmp_path / "trajectories.jsonl", strict=True))
+    assert [(each.step, each.number, len(each), each.failures) for each in read] == [
+        (5, 0, 2, (failure,)),
+        (5, 1, 1, ()),
+    ]
+    assert read[0].trajectories[0].turns[0].tokens.tolist() == list(b"ab")
 
 
 @for_each(
     ("given", "says"),
     [
-        ({"advantages": [1.0]}, "advantages: has 1 entries; expected 2"),
+        ({"advantages": [1.0]}, "advantages: has length 1; expected 2 [(]one per trajectory"),
         ({"advantages": 1.0}, "advantages: got 1.0"),
         ({"advantages": [1.0, [1.0, 2.0]]}, r"advantages\[1\]: has shape \(2,\)"),
         ({"trainer_logprobs": [[-1.0], [-1.0]]}, r"trainer_logprobs\[0\]: has shape \(1,\)"),
         ({"trainer_logprobs": [-1.0, [-1.0]]}, r"trainer_logprobs\[0\]: has shape \(\); expected shape \(2,\)"),
-        ({"trainer_logprobs": [None, [-1.0]]}, r"trainer_logprobs\[0\]: is None"),
     ],
 )
 def test_what_does_not_fit_the_tokens_is_refused(tmp_path, given, says):
