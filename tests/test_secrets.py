@@ -71,6 +71,8 @@ def test_keys_of_services(key):
 # The part in angle brackets is the secret.
 CARRIERS = r"""https://example.org/v1?api_key=<hush>&n=3
 https://example.org/v1?n=3&token=<qwertyuiop123456>
+https://bucket.example.org/key?X-Amz-Date=1&X-Amz-Signature=<0f3c9a>&n=3
+https://account.example.org/key?sv=2&sig=<aB3%2Fx>&se=4
 https://<me:hush>@example.org/x and redis://me@db
 redis://<:hunter2>@db:5432/x
 serve --api-key <abc123def> --port 80

@@ -111,7 +111,8 @@ def _describe_run(rows: Sequence[MetricsRow]) -> str:
     evaluation = ("eval/", "time/eval")
     own = [row for row in rows if not all(name.startswith(evaluation) for name in row["metrics"])] or rows
     seconds = max((row["time"] for row in own), default=0.0) - min((row["time"] for row in own), default=0.0)
-    return f"{max((row['step'] for row in own), default=-1) + 1} steps in {seconds / 60:.1f} min"
+    length = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return f"{max((row['step'] for row in own), default=-1) + 1} steps in {length}"
 
 
 def _compare(paths: Iterable[Path], name: str) -> dict[str, list[str]]:

@@ -53,7 +53,9 @@ class Page:
 
     def fill(self, selector, value):
         self.js(f"all('{selector}')[0].value = {value!r}")
-        self.js(f"all('{selector}')[0].dispatchEvent(new Event('input', {{bubbles: true}}))")
+        kinds = ("change",) if self.js(f"all('{selector}')[0].tagName") == "SELECT" else ("input", "change")
+        for kind in kinds:  # drivers of browsers send no more for a choice
+            self.js(f"all('{selector}')[0].dispatchEvent(new Event('{kind}', {{bubbles: true}}))")
 
     def text(self, selector):
         return self.js(f"all('{selector}')[0].innerText")

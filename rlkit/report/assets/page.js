@@ -194,9 +194,9 @@ class Browser {
 
   listen() {
     const on = (id, kind, act) => byId(id).addEventListener(kind, act);
-    on("filters", "input", () => this.refresh());
+    for (const kind of ["input", "change"]) on("filters", kind, () => this.refresh());
     on("filters", "reset", () => setTimeout(() => this.refresh())); // after the fields are empty
-    for (const id of ["mode", "sent"]) on(id, "input", () => this.detail());
+    for (const id of ["mode", "sent"]) on(id, "change", () => this.detail());
     on("list", "scroll", () => this.paint());
     on("list", "keydown", (event) => {
       const by = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: 10, PageUp: -10 }[event.key];
