@@ -43,7 +43,8 @@ _SHAPES = re.compile(
 # A name and its value in a text: a=b, "a": "b", a: b, ?a=b, --a b; in JSON within JSON the quotes are escaped.
 _PAIR = re.compile(
     rf"""(?P<name>
-    (?:{_SURE}|[_\-]{_NOT}(?i:token|auth|pwd)|_KEY|(?<=[?&])(?i:token|sig|(?:x-(?:amz|goog)-)?signature))\\{{0,3}}["']?\]?[ \t]{{0,2}}(?:=>?|:)[ \t]{{0,2}}
+    (?:{_SURE}|[_\-]{_NOT}(?i:token|auth|pwd)|_KEY|(?<=[?&])(?i:token|sig|(?:x-(?:amz|goog)-)?signature))
+    \\{{0,3}}["']?\]?[ \t]{{0,2}}(?:=>?|:)[ \t]{{0,2}}
     |(?<![\w\-])--?(?:[A-Za-z][\w\-]{{0,40}}?)?(?:{_SURE}|(?<=-)(?:token|auth)|[_\-]{_NOT}(?:key|token))[ =][ ]?)
     (?!\\{{0,3}}["']?(?:[<{{%*]|\$[{{A-Z(]|(?i:none|null|true|false|required|optional)\b))  # a placeholder, or nothing
     (?:(?P<quote>\\{{0,3}}["'])(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}(?P=quote)
