@@ -62,6 +62,8 @@ QUEUE, WORKER, OPENING, TOY, STOPS, SHOWN, REFERENCE, DRAWING = (
     for name in ("queue", "worker", "opening", "toy", "stops", "shown", "reference", "drawing")
 )
 POLICIES = [TOY, STOPS, SHOWN, REFERENCE, CRITIC]
+QUICK = "-mnot slow"  # an option of pytest among the tests: only those that tests/slow.txt does not list
+RUN_COMMANDS = ["tests/runs/test_commands.py", "tests/runs/test_eval.py"]
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/_rows.py", "rlkit/advantages/*.py"],
@@ -102,12 +104,27 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/backends/tinker/test_routes.py"],
         ["tests/backends/tinker/test_routes.py"],
     ),
-    "recipes": (
-        ["rlkit/credit.py", "rlkit/recipes/loop.py"],
-        ["tests/test_credit.py"],
-        ["tests/test_credit.py", "tests/recipes/test_parts.py"],
+    "recipes": (["rlkit/recipes/*.py"], ["tests/recipes/test_settings.py", QUICK], ["tests/recipes", QUICK]),
+    "runs": (
+        ["rlkit/runs/*.py", "rlkit/_files.py", "rlkit/storage.py"],
+        ["tests/runs/test_kept.py", "tests/test_storage.py", QUICK],
+        ["tests/runs", "tests/test_storage.py", "tests/tracking/test_jsonl.py", QUICK],
+    ),
+    "tracking": (
+        ["rlkit/tracking/*.py", "rlkit/report/page.py", "rlkit/_secrets.py"],
+        ["tests/tracking/test_console.py", "tests/test_secrets.py", QUICK],
+        ["tests/tracking", "tests/report", "tests/test_secrets.py", QUICK],
+    ),
+    "commands": (
+        ["rlkit/cli.py", "rlkit/config.py", "rlkit/_doctor.py", "rlkit/evaluation.py"],
+        ["tests/test_cli.py", "tests/test_config.py", QUICK],
+        [*(f"tests/test_{name}.py" for name in ("cli", "config", "doctor", "evaluation")), *RUN_COMMANDS, QUICK],
     ),
 }
+ROOM = [TARGETS[name] for name in ("recipes", "runs", "tracking", "commands")]
+TARGETS["programs"] = tuple(
+    [*dict.fromkeys(name for part in parts for name in part)] for parts in zip(*ROOM, strict=True)
+)
 OPTIONS = ["-qs", "-pno:cacheprovider", "-otimeout=0", "-Wignore::pytest.PytestAssertRewriteWarning"]
 CONSTANTS = (int, float, str, tuple, dict, frozenset)
 Key: TypeAlias = tuple[str, str, int]
