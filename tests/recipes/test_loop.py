@@ -24,7 +24,6 @@ from rlkit.recipes.algorithms import resolve
 from rlkit.recipes.job import _choose_correction, build_job
 from rlkit.recipes.loop import _estimate_distributions, correct, mask_by_entropy
 from rlkit.recipes.settings import Algorithm
-from rlkit.rollouts import AsyncRollouts
 from rlkit.runs import Run, records
 from rlkit.storage import read
 from tests.each import for_each
@@ -76,18 +75,7 @@ def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
     assert again == whole
 
 
-def test_without_what_was_under_way_it_would_be_another(tmp_path, monkeypatch):
-    """The control: if the batches that were sampled ahead are forgotten, the curve is another one."""
-    more = ["synchronizer.sync_offset=1", "trainer.save_interval=1"]
-    whole = curve(played(tmp_path / "whole", *more, steps=4))
-    with cut_at(monkeypatch, 2):
-        played(tmp_path / "cut", *more, steps=4)
-    monkeypatch.setattr(AsyncRollouts, "restore", lambda self, state: None)
-    assert curve(played(tmp_path / "cut", *more, steps=4)) != whole
-
-
 def test_a_run_that_is_done_is_left_alone(tmp_path):
-    """Run again it changes nothing; with other settings it is refused, and each of these is named."""
     first = played(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
     assert played(tmp_path) == first
@@ -109,14 +97,12 @@ def test_minibatches_and_epochs(tmp_path):
 
 
 def test_minibatches_of_a_mixed_batch(tmp_path):
-    """Rollouts and demonstrations are shuffled together; each logprob is compared with that of its own datum."""
     (numbers,) = steps_of(played(tmp_path, "buffer.train_batch_size=5", algorithm="mix", steps=1))
     assert numbers["train/updates"] > 1
     assert abs(numbers["sampler/mismatch/kl"]) < 1e-9
 
 
 def test_later_epochs_are_off_policy(tmp_path):
-    """The ratio is to the policy that sampled: 1 in the first update, and not in what follows."""
     (_, one), (_, two) = (
         curve(played(tmp_path / str(epochs), f"trainer.epochs={epochs}", steps=1), "train/kl_v2")[0]
         for epochs in (1, 2)
@@ -127,11 +113,9 @@ def test_later_epochs_are_off_policy(tmp_path):
 
 @for_each(("interval", "offset"), [(1, 0), (2, 1), (1, 2)])
 def test_which_snapshot_samples(tmp_path, interval, offset):
-    """Batches are as old as the settings say: a fresh snapshot every so many steps, used so many steps later."""
     more = [f"synchronizer.sync_interval={interval}", f"synchronizer.sync_offset={offset}", "monitor.trajectories=true"]
-    outcome = played(
-        tmp_path / f"{interval}{offset}", *more, "algorithm.repeat_times=2", "buffer.batch_size=1", steps=6
-    )
+    more += ["algorithm.repeat_times=2", "buffer.batch_size=1", f"name={interval}-{offset}"]
+    outcome = played(tmp_path, *more, steps=6)
     versions = {group.step: group.version for group in read(outcome.folder / "trajectories.jsonl")}
     expected = {step: max(step - offset, 0) // interval * interval for step in range(6)}
     assert versions == expected
@@ -153,7 +137,6 @@ def test_learning_rates(tmp_path):
 
 
 def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
-    """No coefficient, no request; with one, one request for each trajectory."""
     asked = []
     logprobs = ToySampler.logprobs
     monkeypatch.setattr(ToySampler, "logprobs", lambda self, *a, **k: asked.append(1) or logprobs(self, *a, **k))
@@ -167,7 +150,6 @@ def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", ["kl_loss_fn", "kl_penalty_fn"])
 def test_a_kl_term_holds_the_policy_back(tmp_path, part):
-    """As a loss and as a penalty: the policy stays nearer to where it began."""
     name, found, few = "train/kl_reference", [], ["buffer.batch_size=2"]
     for coef in (1e-6, 3.0):
         rows = curve(played(tmp_path / str(coef), *few, f"algorithm.{part}_args.kl_coef={coef}", steps=8), name)
@@ -177,7 +159,6 @@ def test_a_kl_term_holds_the_policy_back(tmp_path, part):
 
 @pytest.mark.parametrize("kind", ["default", "exact"])
 def test_an_entropy_bonus_keeps_entropy_up(tmp_path, kind):
-    """Both ways: the sampled estimate, and the exact one where the backend has distributions."""
     entropies = []
     for coef in (0.0, 0.5):
         more = [f"algorithm.entropy_loss_fn={kind}", f"algorithm.entropy_loss_fn_args.entropy_coef={coef}"]
@@ -187,7 +168,6 @@ def test_an_entropy_bonus_keeps_entropy_up(tmp_path, kind):
 
 
 def test_explore_and_train_from_what_was_stored(tmp_path):
-    """Trajectories of a policy that does not change; then training without playing."""
     explored = played(tmp_path / "explore", "mode=explore", "monitor.trajectories=true")
     stored = explored.folder / "trajectories.jsonl"
     groups = list(read(stored))
@@ -202,7 +182,6 @@ def test_explore_and_train_from_what_was_stored(tmp_path):
 
 @pytest.mark.parametrize("mode", ["both", "bench"])
 def test_what_is_refused_when_it_connects_leaves_nothing(tmp_path, mode):
-    """Neither the run's folder nor those above it."""
     held = "buffer.explorer_input.eval_tasksets=[{name: held, path: chain_sum, split: test, max_tasks: 1}]"
     root = tmp_path / "new"
     settings = loaded(tmp_path, held, f"checkpoint_root_dir={root}", f"mode={mode}", "options.nothing=1")
@@ -212,7 +191,6 @@ def test_what_is_refused_when_it_connects_leaves_nothing(tmp_path, mode):
 
 
 def test_bench_evaluates_every_checkpoint(tmp_path):
-    """Scores of what training left, without training; rising, since it learnt."""
     task = "{name: held, default_workflow_type: write, workflow_args: {letters: '0123456789'}, repeat_times: 4}"
     more = [f"buffer.explorer_input.eval_tasksets=[{task}]", "explorer.eval_interval=3"]
     saved = ["trainer.save_interval=3", "trainer.max_checkpoints_to_keep=0"]
@@ -242,7 +220,6 @@ stages:
 
 @pytest.mark.parametrize("name", ["toy", "fake"])
 def test_stages(tmp_path, name, monkeypatch):
-    """Imitation, reinforcement from there, distillation of that into the first: on the toy, and on the service."""
     if name == "fake":
         pytest.importorskip("tinker", reason="needs the extra tinker")
     path = tmp_path / "stages.yaml"
@@ -261,7 +238,6 @@ def test_stages(tmp_path, name, monkeypatch):
 
 
 def test_a_teacher_with_another_tokenizer(tmp_path, tiny):
-    """Refused before a step, in one sentence."""
     more = ["algorithm.algorithm_type=on_policy_distill"]
     more += [f"explorer.auxiliary_models=[{{backend: local, model_path: '{tiny('llama')}'}}]"]
     with pytest.raises(rlkit.ConfigError, match=r"auxiliary_models\[0\]: encodes texts differently") as raised:
@@ -283,7 +259,6 @@ def test_a_teacher_on_another_backend(tmp_path):
 
 
 def test_a_run_as_a_teacher(tmp_path):
-    """Its folder stands for its newest policy."""
     run = played(tmp_path / "run", "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0", steps=2).folder
 
     def taught_by(path):

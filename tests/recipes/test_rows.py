@@ -240,7 +240,6 @@ NOT_LEARNT = [  # kind, row, and what is said
 
 
 def test_demonstrations():
-    """What is learnt is what the template writes, and nothing of the prompt."""
     for row, learnt, before in DEMONSTRATIONS:
         (datum,) = read(row)
         assert (learnt_text(datum), decode(datum.tokens[: np.argmax(datum.mask)])) == (learnt, before + HEAD)
@@ -347,7 +346,6 @@ def test_answers_that_no_reward_reads(answer, what, why, tmp_path):
 
 
 def test_files(tmp_path):
-    """Lines and lists are read alike; what is no file, or no rows, is named."""
     given = [{"prompt": "a\u2028", "response": "b"}]  # some call it the end of a line; JSON does not
     text = json.dumps(given[0], ensure_ascii=False).encode()
     path = tmp_path / "rows"
@@ -378,7 +376,6 @@ def test_files(tmp_path):
 
 
 def test_rows_that_do_not_fit(caplog):
-    """All are named before the first step; they may be left out, and are counted."""
     rows = [{"prompt": "Q", "response": "A" * n} for n in (1, 500, 2, 600)]
     examples = data.read_examples(rows, "demonstrations", where="rows.jsonl")
     longest = [len(example.datums(CHAT)[0]) for example in examples]
@@ -453,7 +450,6 @@ def test_dpo_prefers_the_chosen_answer(prompt, thinking, tmp_path, tiny):
 
 @pytest.mark.parametrize("backend", ["toy", "local"])
 def test_check_sees_rows_that_do_not_fit(backend, tmp_path, tiny, capsys):
-    """And those that the chat template refuses, before a model is loaded."""
     path = tmp_path / "rows.jsonl"
     where = f"model.model_path={tiny('llama')}" if backend == "local" else "options.max_length=100"
     given = learning(path, where, "sft", backend)
@@ -526,7 +522,6 @@ def test_calls_are_given_as_the_template_reads_them(template, call, before):
 
 
 def test_messages_that_a_template_leaves_out():
-    """A role that it does not know, a tool's result for one, is refused and not lost."""
     skipping = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     chat = Chat(TOKENIZER, template=skipping)
     what = r"messages\[2\]\.content: is not written by the chat template, which leaves out the role 'tool'"

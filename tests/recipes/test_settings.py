@@ -24,6 +24,8 @@ from rlkit.types import SAMPLING_OPTIONS
 from tests.each import for_each
 from tests.recipes.problems import curve, loaded, table
 
+BODY = "model.lora_configs=[{train_unembed: false}]"  # no adapter on the head
+NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
@@ -34,7 +36,6 @@ def empty_file(folder):
 
 
 def test_the_services_configuration():
-    """What it says arrives where it belongs."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
     policy = choose_policy(settings)
     assert (policy.backend, policy.seed) == ("tinker", 42)
@@ -48,12 +49,15 @@ def test_the_services_configuration():
 
 
 def test_the_local_configuration():
-    """A LoRA on this machine, in the engine's dtype."""
-    settings = recipes.load(CONFIGS / "gsm8k_lora.yaml")
-    policy = choose_policy(settings)
-    lora = rlkit.Lora(rank=32, alpha=32.0)
-    assert policy.backend == "local"
-    assert policy.options == {"model": "meta-llama/Llama-3.2-3B", "lora": lora, "dtype": "bfloat16"}
+    for given, lora in (
+        ([], rlkit.Lora(rank=32, alpha=32.0)),
+        ([BODY], rlkit.Lora(train_unembed=False)),
+        ([NAMED], rlkit.Lora(target_modules=["q_proj"])),
+    ):
+        settings = recipes.load(CONFIGS / "gsm8k_lora.yaml", given)
+        policy = choose_policy(settings)
+        assert policy.backend == "local"
+        assert policy.options == {"model": "meta-llama/Llama-3.2-3B", "lora": lora, "dtype": "bfloat16"}
     assert "explorer.rollout_model.gpu_memory_utilization" in settings.without_effect
 
 
@@ -79,7 +83,6 @@ def test_both_run(tmp_path, tiny, caplog):
 
 
 def test_the_services_key_by_its_other_name(monkeypatch):
-    """TRINITY_API_KEY is taken where TINKER_API_KEY is not set."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.setenv("TRINITY_API_KEY", "tml-other")
@@ -166,8 +169,6 @@ def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     assert not list(tmp_path.rglob("policies/*"))
 
 
-BODY = "model.lora_configs=[{train_unembed: false}]"  # no adapter on the head
-NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"
 REFUSED = (
     "vLLM does not support adapters on the output head, which Lora(rank=32) has on this model; give "
     "lora=Lora(rank=32, train_unembed=False), in a recipe model.lora_configs=[{lora_rank: 32, train_unembed: false}], "
@@ -217,15 +218,7 @@ def test_the_values_of_the_local_backends_options_are_checked(overrides, tiny, t
     assert not load.called
 
 
-def test_a_recipes_adapter(tiny, tmp_path):
-    """It leaves the head alone if told to, and trains the named modules."""
-    own = table.settings("grpo", "local", tmp_path, ("local", {"model": tiny("llama")}), 3)
-    for given, lora in ((BODY, rlkit.Lora(train_unembed=False)), (NAMED, rlkit.Lora(target_modules=["q_proj"]))):
-        assert choose_policy(recipes.load(overrides=[*own, given])).options["lora"] == lora
-
-
 def test_a_service_that_refuses(tmp_path, monkeypatch, capsys):
-    """Name the address of a server that does not answer, but not a key that it does not know."""
     pytest.importorskip("tinker", reason="needs the extra tinker")
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     own = table.settings("grpo", "fake", tmp_path, ("tinker", {"model": "toy", "base_url": "http://127.0.0.1:9"}), 3)
@@ -242,7 +235,6 @@ def test_a_service_that_refuses(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_is_right_and_check_does_no_work(tmp_path, monkeypatch, capsys):
-    """``--check`` reads the files that are named, and writes none."""
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", str(CONFIGS / "chain_sum.yaml"), "--check"]) == 0
@@ -251,7 +243,6 @@ def test_the_example_is_right_and_check_does_no_work(tmp_path, monkeypatch, caps
 
 
 def test_refused_keys_that_switch_nothing_on():
-    """A file that says false, none or enable: false is taken."""
     given = ["model.trust_remote_code=false", "explorer.dynamic_timeout={enable: false, ratio: 3.0}"]
     for right in ([*given, "data_processor={}"], ["model.trust_remote_code=${oc.env:RLKIT_UNSET,false}"]):
         assert recipes.load(overrides=right) == recipes.Settings()
@@ -296,7 +287,6 @@ def test_keys_for_what_only_trinity_has(key):
 
 
 def test_settings_are_kept_with_the_run(tmp_path):
-    """What can be dumped can be read again."""
     settings = loaded(tmp_path, "cluster.node_num=1")
     again = rlkit.config.dump(settings)
     assert again["without_effect"] == ["cluster"]
@@ -305,20 +295,7 @@ def test_settings_are_kept_with_the_run(tmp_path):
     assert rlkit.config.dump(recipes.load(path)) == again
 
 
-def test_a_file_has_no_splits(tmp_path, capsys):
-    """What would be held out would be what is trained."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
-    own = ["backend=toy", "algorithm.algorithm_type=grpo"]
-    own += [f"buffer.explorer_input.taskset.path={tmp_path / 'rows.jsonl'}"]
-    held_out = f"buffer.explorer_input.eval_tasksets=[{{path: {tmp_path / 'rows.jsonl'}, split: test}}]"
-    assert cli.main(["train", empty_file(tmp_path), "--check", *own]) == 0
-    assert cli.main(["train", empty_file(tmp_path), "--check", *own, held_out]) == 2
-    expected = "eval_tasksets[0].split: is 'test'; expected train (any other split needs a separate file"
-    assert expected in capsys.readouterr().err
-
-
 def test_what_has_no_effect_is_said(tmp_path, caplog):
-    """Settings of a critic or a teacher that the algorithm does not have, and epochs beside a number of steps."""
     right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
     more = ["trainer.critic_warmup=2", "explorer.auxiliary_models=[{model_path: x}]", "buffer.total_epochs=9"]
     with caplog.at_level("INFO", "rlkit.recipes"):
@@ -330,7 +307,6 @@ def test_what_has_no_effect_is_said(tmp_path, caplog):
 
 
 def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path, recwarn):
-    """By the whole key, with what it was and is."""
     right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 2)
     assert cli.main(["train", empty_file(tmp_path), *right, "buffer.total_steps=1"]) == 0
     assert not [w for w in recwarn if "has changed" in str(w.message)]
@@ -361,7 +337,6 @@ def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 def test_every_key_is_read():
-    """Every key of the classes is read by its name somewhere else."""
     folder, settings = Path(recipes.__file__).parent, importlib.import_module("rlkit.recipes.settings")
     text = "\n".join(path.read_text("utf-8") for path in folder.glob("*.py") if path.stem != "settings")
     kinds = [kind for kind in vars(settings).values() if isinstance(kind, type) and attrs.has(kind)]

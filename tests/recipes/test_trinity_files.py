@@ -127,7 +127,6 @@ def without(given):
 
 
 def test_the_table_is_whole():
-    """docs/recipes.md has the numbers."""
     assert len(FILES) == 60
     assert REFUSED.keys() <= FILES.keys()
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")

@@ -38,7 +38,6 @@ OTHERWISE = {  # where rlkit decides otherwise: the last box counts, with or wit
 
 @for_each("case", REWARDS["cases"], ids=lambda case: f"{case['reward']}-{len(case['args'])}")
 def test_rewards_of_trinity(case):
-    """By the same name the same reward, for answers of many forms."""
     pytest.importorskip("math_verify")
     score = scoring.bind_reward(case["reward"], case["args"])
     for text, expected in zip(case.get("texts", REWARDS["texts"]), case["values"], strict=True):
@@ -68,7 +67,6 @@ def test_verdicts_on_any_text(said, truth):
 
 
 def test_rewards_that_compute():
-    """By names of their own, answers in a box that are equal in value."""
     pytest.importorskip("math_verify")
     for name, wrong in (("algebra_boxed_reward", 0.0), ("algebra_dapo_reward", -1.0)):
         score = scoring.bind_reward(name, {})
@@ -87,14 +85,7 @@ def test_an_error_in_a_reward_names_it(tmp_path):
     assert named(functools.partial(test_operators, 1)) == "'test_operators'"
 
 
-def test_rewards_of_our_own_are_0_or_1():
-    for name in ("answer_reward", "boxed_reward", "exact_match", "contains"):
-        texts = ("\\boxed{7}" if name == "boxed_reward" else "7", "8")
-        assert [scoring.bind_reward(name, {})(Action(text), "7") for text in texts] == [1.0, 0.0]
-
-
 def test_a_formula_is_read_and_not_run():
-    """Numbers and four operations; what would take for ever, or is a program, is no formula."""
     score = scoring.bind_reward("countdown_reward", {})
     row = {"target": 1, "numbers": [9, 9, 9]}
     for text in ("9 ** 9 ** 9", "__import__('os').getpid() + 9 + 9 + 9", "9 if 9 else 9", "((" * 600 + "9 9 9"):
@@ -212,7 +203,9 @@ def test_folders_of_splits(tmp_path):
     with pytest.raises(rlkit.ConfigError, match="t.split: is 'dev'; expected test or train"):
         read("c.jsonl", "dev")
     write(tmp_path / "gsm_test.jsonl", {"x": 5})
-    assert read("gsm_test.jsonl", "test") == [5]
+    assert read("gsm_test.jsonl", "test") == read("gsm_test.jsonl", "train") == [5]
+    with pytest.raises(rlkit.ConfigError, match="is 'test'; expected train .any other split needs a separate file"):
+        read("a/train.jsonl", "test")
 
 
 def trajectory(reward, stop="stop", n=2):
@@ -220,7 +213,6 @@ def trajectory(reward, stop="stop", n=2):
 
 
 def test_operators():
-    """Each in its order; what they leave out is counted."""
     groups = [Group([trajectory(r) for r in given]) for given in ((1.0, 0.0, -1.0), (1.0, 1.0), (0.0, -1.0))]
     of = lambda *given: read_operators([Operator(name, args) for name, args in given])  # noqa: E731
     left = lambda operators: [g.rewards.tolist() for g in operators.apply(groups)[0]]  # noqa: E731
@@ -246,7 +238,6 @@ def test_answers_that_were_cut_do_not_train(tmp_path):
 
 
 def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
-    """Each set its own top_p and top_k, beside training that samples from the whole distribution."""
     seen, evaluate = [], loop.evaluate_sync
     watch = lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)  # noqa: E731
     monkeypatch.setattr(loop, "evaluate_sync", watch)
@@ -259,7 +250,6 @@ def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
 
 
 def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
-    """Episodes that train are sampled with it where the loss takes no ratio."""
     seen, play = [], loop.play_step
     monkeypatch.setattr(loop, "play_step", lambda *a: seen.append(a[2].params.top_p) or play(*a))
     played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
@@ -267,7 +257,6 @@ def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
 
 
 def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
-    """enable_thinking: false is satisfied and said; true is refused by such a template."""
     tokenizer = rlkit.connect("toy").tokenizer
     (job,) = recipes.check(loaded(tmp_path, "model.enable_thinking=false"))
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
@@ -296,7 +285,6 @@ def test_the_critics_settings_of_verl(tmp_path, caplog):
 
 
 def test_a_task_sets_temperature_against_the_service(tmp_path):
-    """A service that trains at temperature 1 is not given others; --check knows."""
     own = ["backend=tinker", "model.tinker.base_model=toy", "model.tinker.enable=true"]
     key = "buffer.explorer_input.taskset.rollout_args.temperature"
     assert recipes.check(loaded(tmp_path, *own, f"{key}=1.0"))
@@ -315,7 +303,6 @@ def test_a_task_sets_temperature_against_the_service(tmp_path):
     ],
 )
 def test_fields_of_rows_that_are_learnt_from(tmp_path, algorithm, row, missing):
-    """A row without what it is to be read by is found by --check, before anything is connected."""
     path = tmp_path / "rows.jsonl"
     write(path, {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}, row)
     part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
