@@ -47,12 +47,9 @@ def test_rewards_of_trinity(case):
 
 def test_boxed_and_dapo_rewards_of_trinity():
     """Each response and truth has the score that Trinity's classes give it, which compare texts and compute nothing."""
-    wrong = []
-    for response, truth, *expected in REWARDS["math"]["pairs"]:
-        for name, value in zip(("math_boxed_reward", "math_dapo_reward"), expected, strict=True):
-            if scoring.bind_reward(name, {})(Action(response), truth) != value:
-                wrong.append((name, response, truth, value))
-    assert not wrong
+    scores = [scoring.bind_reward(name, {}) for name in ("math_boxed_reward", "math_dapo_reward")]
+    pairs = REWARDS["math"]["pairs"]
+    assert [[said, truth, *(score(Action(said), truth) for score in scores)] for said, truth, *_ in pairs] == pairs
     assert scoring.bind_reward("math_boxed_reward_naive_dapo", {})(Action("$7$"), 7) == 1.0
 
 
@@ -155,16 +152,15 @@ def test_prompts_of_base_models(tmp_path):
         assert text(task(tmp_path, **base, format=form)[1]) == expected
     assert text(task(tmp_path, "simple_workflow", format=Format(raw=True))[1]) == "9 + 9?"
     path = tmp_path / "rows.jsonl"
-    own = (
-        "buffer.explorer_input={default_workflow_type: math_boxed_workflow, taskset: {workflow_args: {use_base: true}, "
-    )
-    own += f"path: {path}, format: {{system_prompt: Add.}}}}, eval_tasksets: [{{path: {path}, format: "
-    own += "{system_prompt: Hi.}}]}"
+    taskset, held = ({"path": str(path), "format": {"system_prompt": text}} for text in ("Add.", "Hi."))
+    taskset["workflow_args"] = {"use_base": True}
+    given = {"default_workflow_type": "math_boxed_workflow", "taskset": taskset, "eval_tasksets": [held]}
+    own = f"buffer.explorer_input={json.dumps(given)}"
     more = ["backend=toy", f"checkpoint_root_dir={tmp_path}", "algorithm.algorithm_type=grpo"]
     (job,) = recipes.check(recipes.load(overrides=[own, *more]))
     assert job.form.system_prompt == "Hi."
     with pytest.raises(rlkit.ConfigError, match=r"format.system_prompt: is 'Add.' in one place but 'Hi.' in another"):
-        recipes.check(recipes.load(overrides=[own.replace("use_base: true", "use_base: false"), *more]))
+        recipes.check(recipes.load(overrides=[own.replace("true", "false"), *more]))
 
 
 def test_fields_within_fields(tmp_path):
@@ -237,23 +233,17 @@ def test_answers_that_were_cut_do_not_train(tmp_path):
     assert numbers.get("train/datums", 0.0) < with_all["train/datums"]
 
 
-def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
-    seen, evaluate = [], loop.evaluate_sync
-    watch = lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)  # noqa: E731
-    monkeypatch.setattr(loop, "evaluate_sync", watch)
-    common = "default_workflow_type: write, workflow_args: {letters: a}"
-    sets = (
-        f"[{{name: one, {common}, rollout_args: {{top_p: 0.5}}}}, {{name: two, {common}, rollout_args: {{top_k: 1}}}}]"
-    )
-    played(tmp_path, f"buffer.explorer_input.eval_tasksets={sets}", steps=1)
-    assert [(p.top_p, p.top_k) for p in seen[:2]] == [(0.5, -1), (1.0, 1)]
-
-
-def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
-    seen, play = [], loop.play_step
-    monkeypatch.setattr(loop, "play_step", lambda *a: seen.append(a[2].params.top_p) or play(*a))
-    played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
-    assert seen == [0.9]
+def test_task_sets_cut_as_they_like(tmp_path, monkeypatch):
+    """Evaluations, and episodes that train where the loss takes no ratio."""
+    seen, evaluate, play = [], loop.evaluate_sync, loop.play_step
+    note = lambda params: seen.append((params.top_p, params.top_k))  # noqa: E731
+    monkeypatch.setattr(loop, "evaluate_sync", lambda *a, plan, **k: note(plan.params) or evaluate(*a, plan=plan, **k))
+    monkeypatch.setattr(loop, "play_step", lambda *a: note(a[2].params) or play(*a))
+    write = {"default_workflow_type": "write", "workflow_args": {"letters": "a"}}
+    sets = [{**write, "name": name, "rollout_args": {name: value}} for name, value in (("top_p", 0.5), ("top_k", 1))]
+    more = [f"buffer.explorer_input.eval_tasksets={json.dumps(sets)}"]
+    played(tmp_path, *more, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
+    assert seen[:3] == [(0.5, -1), (1.0, 1), (0.9, -1)]
 
 
 def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
@@ -292,23 +282,11 @@ def test_a_task_sets_temperature_against_the_service(tmp_path):
         recipes.check(loaded(tmp_path, *own, f"{key}=0.7"))
 
 
-@for_each(
-    ("algorithm", "row", "missing"),
-    [
-        ("sft", {"prompt": "a"}, "response"),
-        ("dpo", {"prompt": "a", "chosen": "b"}, "rejected"),
-        ("cpt", {"response": "b"}, "prompt"),
-        ("cpt", {"prompt": "ab"}, None),
-        ("mix", {"prompt": "a"}, "response"),
-    ],
-)
-def test_fields_of_rows_that_are_learnt_from(tmp_path, algorithm, row, missing):
-    path = tmp_path / "rows.jsonl"
-    write(path, {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}, row)
-    part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
-    settings = loaded(tmp_path, f"buffer.trainer_input.{part}.path={path}", algorithm=algorithm)
-    if missing is None:
-        assert recipes.check(settings)
-    else:
-        with pytest.raises(rlkit.DataError, match=f"row 1: has the fields .* a field '{missing}'"):
+def test_fields_of_rows_that_are_learnt_from(tmp_path):
+    path, right = tmp_path / "rows.jsonl", {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}
+    for algorithm, field in (("sft", "response"), ("dpo", "rejected"), ("cpt", "prompt"), ("mix", "response")):
+        write(path, right, {key: value for key, value in right.items() if key != field})
+        part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
+        settings = loaded(tmp_path, f"buffer.trainer_input.{part}.path={path}", algorithm=algorithm)
+        with pytest.raises(rlkit.DataError, match=f"row 1: has the fields .* a field '{field}'"):
             recipes.check(settings)
