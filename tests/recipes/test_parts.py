@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import types
@@ -19,7 +18,7 @@ import rlkit
 from rlkit.credit import Item
 from rlkit.recipes import data, loop, tasks
 from rlkit.recipes.algorithms import best_of_group, resolve
-from rlkit.recipes.settings import Algorithm, Buffer, ExplorerInput, Format, Sampling, Taskset
+from rlkit.recipes.settings import Algorithm, Buffer, ExplorerInput, Sampling, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -51,9 +50,13 @@ def credited(groups=GROUPS, beside=None, **settings):
 
 
 def test_per_group():
-    """The reward is the episode's sum; every token of it gets the group's advantage."""
-    found = credited(algorithm_type="dr_grpo")
-    assert found == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+    """The episode's sum, less the group's mean, for every token; and -coef log q for the bonus of entropy."""
+    assert credited(algorithm_type="dr_grpo") == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+    found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
+    assert found == [[0.75] * 2, [-0.25] * 3, [0.75] * 3, [-0.25] * 3]
+    resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0}))
+    with pytest.raises(rlkit.ConfigError, match="which sft does not have"):
+        resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0.1}))
 
 
 def test_per_turn():
@@ -68,24 +71,11 @@ def test_per_turn():
     assert found == [[0.3536] * 3, [-0.3536] * 3]
 
 
-def test_the_bonus_of_entropy():
-    """-coef log q is added to each token's advantage."""
-    found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
-    assert found[0] == [0.75, 0.75]
-    resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0}))
-    with pytest.raises(rlkit.ConfigError, match="which sft does not have"):
-        resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0.1}))
-
-
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_best_of_group(groups):
     for rewards, chosen in zip(groups, best_of_group([np.array(g) for g in groups]), strict=True):
         assert chosen.sum() == 1.0
         assert rewards[int(chosen.argmax())] == max(rewards)
-
-
-def test_unscored_is_never_the_best():
-    assert [chosen.tolist() for chosen in best_of_group([[np.nan, 0.0], [np.nan]])] == [[0.0, 1.0], [0.0]]
 
 
 def test_weights_of_a_mixed_batch():
@@ -105,7 +95,8 @@ def test_weights_of_a_mixed_batch():
 
 
 def test_the_best_of_each_group_trains():
-    """RAFT: one item per group; the advantages of the others are there, and 0."""
+    """RAFT: one item per group; the advantages of the others are there, and 0. What was not scored is never best."""
+    assert [chosen.tolist() for chosen in best_of_group([[np.nan, 0.0], [np.nan]])] == [[0.0, 1.0], [0.0]]
     found = loop.assign_credit(resolve(Algorithm(algorithm_type="raft")), GROUPS)
     assert [item.trajectory.reward for item in found.items] == [1.0, 2.0]
     assert [a.tolist() for a in found.advantages] == [[1.0] * 2, [0.0] * 3, [1.0] * 3, [0.0] * 3]
@@ -207,18 +198,6 @@ def test_parquet(tmp_path):
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["1", "2"]}), path)
     assert [row["response"] for row in data.read_rows(str(path), where="here")] == ["1", "2"]
-
-
-def test_rows_with_a_reward(tmp_path):
-    """A file in GSM8K's form: the number behind #### is what is right."""
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"question": "600 twice?", "answer": "Twice six hundred. #### 1,200"}) + "\n", "utf-8")
-    form = Format(prompt_key="question", response_key="answer")
-    (task,) = tasks.training_tasks(_buffer(Taskset(name="sums", path=str(path), format=form)))
-    env = task.make()
-    assert (task.name, env.reset(0)) == ("sums", "600 twice?")
-    for text, reward in (("It is 1200.", 1.0), (r"\boxed{1200}", 1.0), ("1199", 0.0), ("no idea", 0.0)):
-        assert env.step(rlkit.envs.Action(text)).reward == reward
 
 
 def test_generated_problems():

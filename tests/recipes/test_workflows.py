@@ -69,6 +69,9 @@ def test_rewards_that_compute():
         score = scoring.bind_reward(name, {})
         said = ("\\boxed{\\frac{14}{2}}", "\\boxed{8}", "7")
         assert [score(Action(text), "7") for text in said] == [1.0, wrong, wrong]
+    assert (
+        scoring.bind_reward("answer_reward", {})(Action("It is 1200."), "Twice 600. #### 1,200") == 1.0
+    )  # GSM8K's form
     thinking = scoring.bind_reward("algebra_boxed_reward", {"with_think": True, "format_score_coef": 0.25})
     assert [thinking(Action(f"{said}\\boxed{{7}}"), "7") for said in ("", "<think>a</think>")] == [0.75, 1.0]
 
