@@ -64,6 +64,11 @@ def told(content="A", **more):
     return [user("Q"), assistant(content, **more), user("Q")]
 
 
+def called(content, role="tool", **more):
+    """A question, an answer that calls, and its result without an id."""
+    return [user("Q"), assistant(content, **more), {"role": role, "content": "4"}]
+
+
 def sides(*before):
     """A pair of answers, each with what is before it."""
     return {"chosen": [*before, assistant("4")], "rejected": [*before, assistant("5")]}
@@ -89,15 +94,9 @@ PROMPTS = [  # conversations that an answer follows, and the text before the ans
     (calling({"x": 2}, content=None), CALLED + turn("tool", "=c1")),
     (calling("", content=[{"type": "text", "text": "4"}]), CALLED_EMPTY),
     (calling(None), CALLED_EMPTY),
-    (
-        [user("Q"), assistant("I add.", tool_calls=[call("{}", id="c1")]), {"role": "tool", "content": "4"}],
-        Q + turn("assistant", "I add.c1:add{}") + turn("tool", "4"),
-    ),
-    (
-        [*told(None, function_call={"name": "add", "arguments": "{}"})[:2], {"role": "function", "content": "4"}],
-        Q + NAMED,
-    ),
-    ([*told("", tool_calls=[{"name": "add", "arguments": {}}])[:2], {"role": "tool", "content": "4"}], Q + NAMED),
+    (called("I", tool_calls=[call("{}", id="c1")]), Q + turn("assistant", "Ic1:add{}") + turn("tool", "4")),
+    (called(None, role="function", function_call={"name": "add", "arguments": "{}"}), Q + NAMED),
+    (called("", tool_calls=[{"name": "add", "arguments": {}}]), Q + NAMED),
     (told(reasoning_content="hm", tool_calls=[]), Q + turn("assistant", "(hm)A") + Q),
 ]
 REFUSED = [  # the field that is refused

@@ -23,7 +23,6 @@ from rlkit import losses, recipes
 from rlkit.credit import Item
 from rlkit.recipes import loop
 from rlkit.recipes.algorithms import resolve
-from rlkit.recipes.settings import Algorithm
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 from tests.recipes.problems import loaded
@@ -74,7 +73,8 @@ def played(multi, size=4):
 
 def gradients(name, own=()):
     """(advantages, gradient) of an algorithm on the batch, as a step computes them."""
-    method = resolve(Algorithm(algorithm_type=name, **settings(own)))
+    given = [f"algorithm.{key}={value}" for key, value in {"algorithm_type": name, **dict(own)}.items()]
+    method = resolve(recipes.load(overrides=given).algorithm)
     logprobs = [np.array(row) for row in GIVEN["logprobs"]]
     found = None
     if method.recipe.data in ("rollouts", "mixed"):
@@ -105,15 +105,6 @@ def gradients(name, own=()):
     prepared = losses.prepare(method.loss, method.loss_args)
     result = prepared.gradient([torch.tensor(x) for x in logprobs], data)
     return found, [x.numpy() for x in result.driver]
-
-
-def settings(own):
-    """Keys of the section algorithm, as a file has them."""
-    found: dict = {}
-    for key, value in dict(own).items():
-        where, _, name = key.rpartition(".")
-        (found.setdefault(where, {}) if where else found)[name] = value
-    return found
 
 
 CLIPPED = {"grpo", "grpo_verl", "rloo", "reinforceplusplus", "gigpo", "multi_step_grpo", "ppo", "on_policy_distill"}
