@@ -15,16 +15,7 @@ NAMES = [name for name in recipes.algorithms.registry if name not in table.ALIAS
 
 @pytest.mark.parametrize("name", [*NAMES, "mix_chord"])
 def test_on_the_toy(name, tmp_path):
-    """Four steps make its objective better."""
     found = table.cell(name, "toy", tmp_path, steps=4)
-    assert found["better"], found
-
-
-@pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "dpo", "on_policy_distill", "mix_chord", "dapo"])
-def test_through_the_service(name, tmp_path):
-    """The same over the real SDK."""
-    pytest.importorskip("tinker", reason="needs the extra tinker")
-    found = table.cell(name, "fake", tmp_path, steps=3)
     assert found["better"], found
 
 
@@ -69,7 +60,6 @@ def test_the_curve_of_the_service_is_the_toys(tmp_path):
 
 
 def test_a_recipe_of_ones_own(tmp_path):
-    """A row with a function of one's own is an algorithm like any other."""
     asked = []
 
     def mine(rewards):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,9 +24,9 @@ from rlkit.recipes.algorithms import resolve
 from rlkit.recipes.job import _choose_correction, build_job
 from rlkit.recipes.loop import _estimate_distributions, correct, mask_by_entropy
 from rlkit.recipes.settings import Algorithm
-from rlkit.rollouts import AsyncRollouts
 from rlkit.runs import Run, records
 from rlkit.storage import read
+from tests.each import for_each
 from tests.recipes.problems import curve, loaded, played, table
 
 
@@ -33,8 +34,9 @@ class Stopped(Exception):
     """The run was cut off, for a test."""
 
 
+@contextlib.contextmanager
 def cut_at(monkeypatch, step):
-    """The run is cut off in that step, after training and before it is logged."""
+    """A run within is cut off in that step, after training and before it is logged."""
     log = Run.log
 
     def cut(self, metrics, step_=None, **options):
@@ -42,7 +44,10 @@ def cut_at(monkeypatch, step):
             raise Stopped
         log(self, metrics, step_, **options)
 
-    monkeypatch.setattr(Run, "log", cut)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "log", cut)
+        with pytest.raises(Stopped):
+            yield
 
 
 def fingerprint(outcome, name="local"):
@@ -53,49 +58,24 @@ def fingerprint(outcome, name="local"):
     return curve(outcome), hashlib.sha256(trajectories).hexdigest(), hashlib.sha256(probe.tobytes()).hexdigest()
 
 
-HARD = [
-    "algorithm.algorithm_type=ppo",
-    "algorithm.kl_penalty_fn_args.kl_coef=0.01",
-    "algorithm.entropy_loss_fn_args.entropy_coef=0.01",
-    "algorithm.optimizer.lr_scheduler_type=cosine",
-    "buffer.batch_size=2",
-    "algorithm.repeat_times=3",
-    "buffer.train_batch_size=3",
-    "trainer.epochs=2",
-    "synchronizer.sync_offset=1",
-    "synchronizer.sync_interval=2",
-    "trainer.save_interval=2",
-    "monitor.trajectories=true",
-]
+HARD = ["algorithm.algorithm_type=ppo", "algorithm.repeat_times=3", "buffer.batch_size=2", "buffer.train_batch_size=3"]
+HARD += ["algorithm.kl_penalty_fn_args.kl_coef=0.01", "algorithm.entropy_loss_fn_args.entropy_coef=0.01"]
+HARD += ["algorithm.optimizer.lr_scheduler_type=cosine", "trainer.epochs=2", "trainer.save_interval=2"]
+HARD += ["synchronizer.sync_offset=1", "synchronizer.sync_interval=2", "monitor.trajectories=true"]
 
 
 def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
     """On the two-layer model, with a critic, batches under way, minibatches, penalties and a schedule: bit for bit."""
     whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=4))
     for step in (1, 3):
-        with monkeypatch.context() as patched:
-            cut_at(patched, step)
-            with pytest.raises(Stopped):
-                played(tmp_path / "cut", *HARD, backend="local", steps=4)
+        with cut_at(monkeypatch, step):
+            played(tmp_path / "cut", *HARD, backend="local", steps=4)
     again = fingerprint(played(tmp_path / "cut", *HARD, backend="local", steps=4))
     assert [step for step, _ in again[0]] == [0, 1, 2, 3]
     assert again == whole
 
 
-def test_without_what_was_under_way_it_would_be_another(tmp_path, monkeypatch):
-    """The control: if the batches that were sampled ahead are forgotten, the curve is another one."""
-    more = ["synchronizer.sync_offset=1", "trainer.save_interval=1"]
-    whole = curve(played(tmp_path / "whole", *more, steps=4))
-    with monkeypatch.context() as patched:
-        cut_at(patched, 2)
-        with pytest.raises(Stopped):
-            played(tmp_path / "cut", *more, steps=4)
-    monkeypatch.setattr(AsyncRollouts, "restore", lambda self, state: None)
-    assert curve(played(tmp_path / "cut", *more, steps=4)) != whole
-
-
 def test_a_run_that_is_done_is_left_alone(tmp_path):
-    """Run again it changes nothing; with other settings it is refused, and each of these is named."""
     first = played(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
     assert played(tmp_path) == first
@@ -117,14 +97,12 @@ def test_minibatches_and_epochs(tmp_path):
 
 
 def test_minibatches_of_a_mixed_batch(tmp_path):
-    """Rollouts and demonstrations are shuffled together; each logprob is compared with that of its own datum."""
     (numbers,) = steps_of(played(tmp_path, "buffer.train_batch_size=5", algorithm="mix", steps=1))
     assert numbers["train/updates"] > 1
     assert abs(numbers["sampler/mismatch/kl"]) < 1e-9
 
 
 def test_later_epochs_are_off_policy(tmp_path):
-    """The ratio is to the policy that sampled: 1 in the first update, and not in what follows."""
     (_, one), (_, two) = (
         curve(played(tmp_path / str(epochs), f"trainer.epochs={epochs}", steps=1), "train/kl_v2")[0]
         for epochs in (1, 2)
@@ -133,37 +111,32 @@ def test_later_epochs_are_off_policy(tmp_path):
     assert two["train/kl_v2"] > 1e-6
 
 
-@pytest.mark.parametrize(("interval", "offset"), [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2)])
+@for_each(("interval", "offset"), [(1, 0), (2, 1), (1, 2)])
 def test_which_snapshot_samples(tmp_path, interval, offset):
-    """Batches are as old as the settings say: a fresh snapshot every so many steps, used so many steps later."""
     more = [f"synchronizer.sync_interval={interval}", f"synchronizer.sync_offset={offset}", "monitor.trajectories=true"]
-    outcome = played(tmp_path, *more, "algorithm.repeat_times=2", "buffer.batch_size=1", steps=6)
+    more += ["algorithm.repeat_times=2", "buffer.batch_size=1", f"name={interval}-{offset}"]
+    outcome = played(tmp_path, *more, steps=6)
     versions = {group.step: group.version for group in read(outcome.folder / "trajectories.jsonl")}
     expected = {step: max(step - offset, 0) // interval * interval for step in range(6)}
     assert versions == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], [1.0, 1.0, 1.0, 1.0, 1.0]),
-        (["lr_warmup_steps=2"], [0.5, 1.0, 1.0, 1.0, 1.0]),
-        (["lr_warmup_steps_ratio=0.4", "lr_scheduler_type=linear", "min_lr_ratio=0"], [0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
-        (
-            ["lr_scheduler_type=cosine", "min_lr_ratio=0.2"],
-            [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)],
-        ),
-    ],
-)
-def test_learning_rates(tmp_path, overrides, expected):
-    job = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5))
-    assert [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)] == pytest.approx(expected)
+def test_learning_rates(tmp_path):
+    cosine = [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]
+    for overrides, expected in (
+        ("", [1.0] * 5),
+        ("lr_warmup_steps=2", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("lr_warmup_steps_ratio=0.4 lr_scheduler_type=linear min_lr_ratio=0", [0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
+        ("lr_scheduler_type=cosine min_lr_ratio=0.2", cosine),
+    ):
+        job = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides.split()], steps=5))
+        rates = [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)]
+        assert rates == pytest.approx(expected), overrides
     adam = job.adam(0)
     assert (adam.beta1, adam.beta2, adam.weight_decay, adam.grad_clip_norm) == (0.9, 0.999, 0.0, 1.0)
 
 
 def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
-    """No coefficient, no request; with one, one request for each trajectory."""
     asked = []
     logprobs = ToySampler.logprobs
     monkeypatch.setattr(ToySampler, "logprobs", lambda self, *a, **k: asked.append(1) or logprobs(self, *a, **k))
@@ -177,7 +150,6 @@ def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", ["kl_loss_fn", "kl_penalty_fn"])
 def test_a_kl_term_holds_the_policy_back(tmp_path, part):
-    """As a loss and as a penalty: the policy stays nearer to where it began."""
     name, found, few = "train/kl_reference", [], ["buffer.batch_size=2"]
     for coef in (1e-6, 3.0):
         rows = curve(played(tmp_path / str(coef), *few, f"algorithm.{part}_args.kl_coef={coef}", steps=8), name)
@@ -187,7 +159,6 @@ def test_a_kl_term_holds_the_policy_back(tmp_path, part):
 
 @pytest.mark.parametrize("kind", ["default", "exact"])
 def test_an_entropy_bonus_keeps_entropy_up(tmp_path, kind):
-    """Both ways: the sampled estimate, and the exact one where the backend has distributions."""
     entropies = []
     for coef in (0.0, 0.5):
         more = [f"algorithm.entropy_loss_fn={kind}", f"algorithm.entropy_loss_fn_args.entropy_coef={coef}"]
@@ -197,7 +168,6 @@ def test_an_entropy_bonus_keeps_entropy_up(tmp_path, kind):
 
 
 def test_explore_and_train_from_what_was_stored(tmp_path):
-    """Trajectories of a policy that does not change; then training without playing."""
     explored = played(tmp_path / "explore", "mode=explore", "monitor.trajectories=true")
     stored = explored.folder / "trajectories.jsonl"
     groups = list(read(stored))
@@ -212,7 +182,6 @@ def test_explore_and_train_from_what_was_stored(tmp_path):
 
 @pytest.mark.parametrize("mode", ["both", "bench"])
 def test_what_is_refused_when_it_connects_leaves_nothing(tmp_path, mode):
-    """Neither the run's folder nor those above it."""
     held = "buffer.explorer_input.eval_tasksets=[{name: held, path: chain_sum, split: test, max_tasks: 1}]"
     root = tmp_path / "new"
     settings = loaded(tmp_path, held, f"checkpoint_root_dir={root}", f"mode={mode}", "options.nothing=1")
@@ -222,7 +191,6 @@ def test_what_is_refused_when_it_connects_leaves_nothing(tmp_path, mode):
 
 
 def test_bench_evaluates_every_checkpoint(tmp_path):
-    """Scores of what training left, without training; rising, since it learnt."""
     task = "{name: held, default_workflow_type: write, workflow_args: {letters: '0123456789'}, repeat_times: 4}"
     more = [f"buffer.explorer_input.eval_tasksets=[{task}]", "explorer.eval_interval=3"]
     saved = ["trainer.save_interval=3", "trainer.max_checkpoints_to_keep=0"]
@@ -252,17 +220,14 @@ stages:
 
 @pytest.mark.parametrize("name", ["toy", "fake"])
 def test_stages(tmp_path, name, monkeypatch):
-    """Imitation, reinforcement from there, distillation of that into the first: on the toy, and on the service."""
     if name == "fake":
         pytest.importorskip("tinker", reason="needs the extra tinker")
     path = tmp_path / "stages.yaml"
     path.write_text(STAGES.replace("DEMONSTRATIONS", str(tmp_path / "demonstrations.jsonl")), "utf-8")
     with table.backend(name, tmp_path) as where:
         own = [*table.settings("grpo", name, tmp_path, where, 4), "buffer.batch_size=2"]
-        with monkeypatch.context() as patched:  # cut off in the second stage, then run again
-            cut_at(patched, 3)
-            with pytest.raises(Stopped):
-                recipes.run(recipes.load(path, own))
+        with cut_at(monkeypatch, 3):  # in the second stage; then run again
+            recipes.run(recipes.load(path, own))
         outcomes = recipes.run(recipes.load(path, own))
     assert [outcome.stage for outcome in outcomes] == ["imitate", "reinforce", "distil"]
     imitated, reinforced, distilled = (curve(outcome) for outcome in outcomes)
@@ -273,7 +238,6 @@ def test_stages(tmp_path, name, monkeypatch):
 
 
 def test_a_teacher_with_another_tokenizer(tmp_path, tiny):
-    """Refused before a step, in one sentence."""
     more = ["algorithm.algorithm_type=on_policy_distill"]
     more += [f"explorer.auxiliary_models=[{{backend: local, model_path: '{tiny('llama')}'}}]"]
     with pytest.raises(rlkit.ConfigError, match=r"auxiliary_models\[0\]: encodes texts differently") as raised:
@@ -295,7 +259,6 @@ def test_a_teacher_on_another_backend(tmp_path):
 
 
 def test_a_run_as_a_teacher(tmp_path):
-    """Its folder stands for its newest policy."""
     run = played(tmp_path / "run", "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0", steps=2).folder
 
     def taught_by(path):
@@ -312,9 +275,8 @@ def test_groups_that_teach_nothing_are_played_again(tmp_path):
     one = ["model.max_response_tokens=1"]
     rows = curve(played(tmp_path, "algorithm.algorithm_type=dapo", "algorithm.repeat_times=2", *one, steps=2))
     assert all(numbers["filter/zero_variance"] > 0 for _, numbers in rows)
-    plain = curve(
-        played(tmp_path / "grpo", "algorithm.repeat_times=2", "algorithm.advantage_fn_args.std_threshold=0.2")
-    )
+    threshold = "algorithm.advantage_fn_args.std_threshold=0.2"
+    plain = curve(played(tmp_path / "grpo", "algorithm.repeat_times=2", threshold))
     assert plain[0][1]["filter/zero_variance"] > 0
     assert plain[0][1]["train/datums"] == 8 - 2 * plain[0][1]["filter/zero_variance"]
 
@@ -335,10 +297,8 @@ def test_the_sampler_is_compared_with_the_trainer(tmp_path):
 
 def test_corrections_multiply_weights(tmp_path):
     """Of what was sampled alone, by the ratio before the first update; where there is nothing to correct, by 1."""
-    rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
-    assert all(
-        row[f"train/correction/{which}"] == pytest.approx(1, abs=1e-4) for row in rows for which in ("min", "max")
-    )
+    for row in steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2)):
+        assert [row["train/correction/min"], row["train/correction/max"]] == pytest.approx([1, 1], abs=1e-4)
     sampled = rlkit.Datum([1, 2, 3], [0, 1, 1], {"sampling_logprobs": [-1.0, -2.0], "weights": 0.5})
     shown = rlkit.Datum([1, 2, 3], [0, 1, 1], {"sampling_logprobs": [-1.0, -2.0]})
     items = [Item([sampled], 0, object()), Item([shown], 1)]
@@ -368,19 +328,17 @@ def test_entropy_masks_drop_tokens(tmp_path):
     rng = np.random.default_rng(0)
     p = rng.dirichlet(np.ones(6), size=5)
     exact = {"entropy": -(p * np.log(p)).sum(-1), "sum_p2": (p**2).sum(-1), "sum_p2_logp": (p**2 * np.log(p)).sum(-1)}
-    datum = rlkit.Datum([7, 0, 1, 2, 3], [0, 1, 1, 1, 1], {"advantages": [-1.0, -1.0, -1.0, 1.0], "weights": 0.5})
+    signs = [-1.0, -1.0, -1.0, 1.0]
+    datum = rlkit.Datum([7, 0, 1, 2, 3], [0, 1, 1, 1, 1], {"advantages": signs, "weights": 0.5})
     now = np.log(p[[1, 2, 3, 4], [0, 1, 2, 3]]).astype(np.float32)
 
-    class Sampler:
-        def top_logprobs(self, tokens, k):
-            order = np.argsort(-p, axis=1)
-            return rlkit.Future.of((order, np.take_along_axis(np.log(p), order, 1).astype(np.float32)))
-
+    class Sampler(contextlib.nullcontext):
         def __enter__(self):
             return self
 
-        def __exit__(self, *_):
-            pass
+        def top_logprobs(self, tokens, k):
+            order = np.argsort(-p, axis=1)
+            return rlkit.Future.of((order, np.take_along_axis(np.log(p), order, 1).astype(np.float32)))
 
     policy = types.SimpleNamespace(sampler=lambda: rlkit.Future.of(Sampler()))
     found = _estimate_distributions(policy, [datum])
@@ -389,29 +347,20 @@ def test_entropy_masks_drop_tokens(tmp_path):
     for kind, args in (("clipb", {"mu": 0.5}), ("clipv", {"mu": 0.5, "max_fraction": 0.5})):
         method = resolve(Algorithm(algorithm_type="grpo", advantage_fn=kind, advantage_fn_args=args))
         names = ("entropy",) if kind == "clipb" else tuple(exact)
-        given = {name: [exact[name][1:]] for name in names} | {
-            "logprobs": [now],
-            "advantages": [[-1.0, -1.0, -1.0, 1.0]],
-        }
+        given = {name: [exact[name][1:]] for name in names} | {"logprobs": [now], "advantages": [signs]}
         (factors,) = getattr(corrections, method.entropy_mask)(**given, **args)
         shown = rlkit.Datum([7, 0], [0, 1], {"advantages": [0.0]})
-        items, metrics = mask_by_entropy(
-            method,
-            [Item([datum], 0, object()), Item([shown], 1)],
-            [now, np.zeros(1)],
-            {name: [*rows, np.ones(1)] for name, rows in found.items()},
-        )
+        pair, beside = [Item([datum], 0, object()), Item([shown], 1)], {k: [*x, np.ones(1)] for k, x in found.items()}
+        items, metrics = mask_by_entropy(method, pair, [now, np.zeros(1)], beside)
         left = items[0].data[0]
         assert left.mask.tolist() == [False, *(factors > 0)]
-        assert left.inputs["advantages"].tolist() == [0.0, *(factors * [-1.0, -1.0, -1.0, 1.0])]
+        assert left.inputs["advantages"].tolist() == [0.0, *(factors * signs)]
         assert items[0].length == factors.sum()  # what a mean over tokens divides by
         assert metrics["train/entropy_mask/mean"] == pytest.approx(factors.mean())
         assert 0 < factors.mean() < 1
         assert items[1].data[0].mask.tolist() == [False, True]
-        one = [
-            Item([rlkit.Datum([7, token], [0, 1], {"advantages": [sign]})], token, object())
-            for token, sign in enumerate((-1.0, -1.0, -1.0, 1.0))
-        ]
+        each = [rlkit.Datum([7, token], [0, 1], {"advantages": [sign]}) for token, sign in enumerate(signs)]
+        one = [Item([datum], token, object()) for token, datum in enumerate(each)]
         split = {name: list(np.split(rows[0], 4)) for name, rows in found.items()}
         left, _ = mask_by_entropy(method, one, np.split(now, 4), split)
         assert [item.group for item in left] == np.flatnonzero(factors).tolist()  # one without tokens is left out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import types
@@ -16,12 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("omegaconf")
 
 import rlkit
-from rlkit import recipes
-from rlkit.chat import Chat
 from rlkit.credit import Item
 from rlkit.recipes import data, loop, tasks
 from rlkit.recipes.algorithms import best_of_group, resolve
-from rlkit.recipes.settings import Algorithm, Buffer, ExplorerInput, Format, Sampling, Taskset
+from rlkit.recipes.settings import Algorithm, Buffer, ExplorerInput, Sampling, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -34,6 +31,10 @@ def trajectory(rewards, lengths, *, logprob=-1.0, messages=()):
         turns.append(Turn(sample, reward))
         prompt = [*prompt, *range(7, 7 + n), 1]
     return Trajectory(turns, terminated=True, messages=messages)
+
+
+def _buffer(taskset, **more):
+    return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
 
 
 GROUPS = [
@@ -49,9 +50,13 @@ def credited(groups=GROUPS, beside=None, **settings):
 
 
 def test_per_group():
-    """The reward is the episode's sum; every token of it gets the group's advantage."""
-    found = credited(algorithm_type="dr_grpo")
-    assert found == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+    """The episode's sum, less the group's mean, for every token; and -coef log q for the bonus of entropy."""
+    assert credited(algorithm_type="dr_grpo") == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+    found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
+    assert found == [[0.75] * 2, [-0.25] * 3, [0.75] * 3, [-0.25] * 3]
+    resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0}))
+    with pytest.raises(rlkit.ConfigError, match="which sft does not have"):
+        resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0.1}))
 
 
 def test_per_turn():
@@ -66,26 +71,11 @@ def test_per_turn():
     assert found == [[0.3536] * 3, [-0.3536] * 3]
 
 
-def test_the_bonus_of_entropy():
-    """-coef log q is added to each token's advantage."""
-    found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
-    assert found[0] == [0.75, 0.75]
-    resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0}))
-    with pytest.raises(rlkit.ConfigError, match="which sft does not have"):
-        resolve(Algorithm(algorithm_type="sft", entropy_loss_fn_args={"entropy_coef": 0.1}))
-
-
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_best_of_group(groups):
-    """One of each group, and none is better."""
     for rewards, chosen in zip(groups, best_of_group([np.array(g) for g in groups]), strict=True):
         assert chosen.sum() == 1.0
         assert rewards[int(chosen.argmax())] == max(rewards)
-
-
-def test_unscored_is_never_the_best():
-    assert best_of_group([[np.nan, 0.0], [np.nan]])[0].tolist() == [0.0, 1.0]
-    assert best_of_group([[np.nan]])[0].tolist() == [0.0]
 
 
 def test_weights_of_a_mixed_batch():
@@ -105,78 +95,59 @@ def test_weights_of_a_mixed_batch():
 
 
 def test_the_best_of_each_group_trains():
-    """RAFT: one item per group; the advantages of the others are there, and 0."""
+    """RAFT: one item per group; the advantages of the others are there, and 0. What was not scored is never best."""
+    assert [chosen.tolist() for chosen in best_of_group([[np.nan, 0.0], [np.nan]])] == [[0.0, 1.0], [0.0]]
     found = loop.assign_credit(resolve(Algorithm(algorithm_type="raft")), GROUPS)
     assert [item.trajectory.reward for item in found.items] == [1.0, 2.0]
     assert [a.tolist() for a in found.advantages] == [[1.0] * 2, [0.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
-ARGS = "policy_loss_fn_args"
-NAMES = [
-    ({ARGS: {"clip_range": 0.2}}, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+LOW, HIGH, RING_LOW, RING_HIGH = (f"{kind}_{side}_threshold" for kind in ("clip", "ring") for side in ("low", "high"))
+NAMES = [  # an algorithm and a loss, the settings of the loss there, and what they are here
+    ("grpo", {"clip_range": 0.2}, "ppo", {LOW: 0.8, HIGH: 1.2}),
+    ("grpo", {"clip_range_low": 0.1, "clip_range": 0.2}, "ppo", {LOW: 0.9, HIGH: 1.2}),
+    ("grpo", {"clip_range_low": 1.5, "clip_range_high": None}, "ppo", {LOW: 0.0}),
+    ("grpo", {"epsilon_low": 0.1, "epsilon_high": 0.3}, "ppo", {LOW: 0.9, HIGH: 1.3}),
+    ("grpo", {"clip_range_high": 0.28, "clip_ratio_c": 3.0, "temperature": 1.0}, "ppo", {HIGH: 1.28, "dual_clip": 3.0}),
+    ("grpo sppo", {"epsilon": 0.25}, "sppo", {LOW: 0.8, HIGH: 1.25}),
     (
-        {ARGS: {"clip_range_low": 0.1, "clip_range": 0.2}},
-        "ppo",
-        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2},
+        *("grpo rec", {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0, "temp": 2.0}, "rec"),
+        {RING_LOW: 0.4, RING_HIGH: 3.0, "temperature": 2.0},
     ),
-    ({ARGS: {"clip_range_low": 1.5, "clip_range_high": None}}, "ppo", {"clip_low_threshold": 0.0}),
-    ({ARGS: {"epsilon_low": 0.1, "epsilon_high": 0.3}}, "ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+    ("mix", {"enable_phi_function": True}, "mix", {"phi": True}),
+    ("mix mix_chord", {}, "mix", {"phi": True, "dual_clip": 3.0}),
+    ("dapo ppo", {}, "ppo", {HIGH: 1.28}),
+    ("grpo cispo", {}, "cispo", {LOW: 0.0, HIGH: 1.28}),
+    ("grpo sapo", {}, "sapo", {"detached": True}),
+    ("grpo", {"enable_sequence_masking": True, "delta_sequence_masking": 0.2}, "opsm", {"delta": 0.2}),
+    ("grpo", {"fallback_to_policy_gradient": True, "clip_range": 0.2}, "reinforce", {}),
+    ("grpo", {"fallback_to_policy_gradient": False, "delta_sequence_masking": 0.1}, "ppo", {}),
     (
-        {ARGS: {"clip_range_high": 0.28, "clip_ratio_c": 3.0, "temperature": 1.0}},
-        *("ppo", {"clip_high_threshold": 1.28, "dual_clip": 3.0}),
+        *("grpo cispo", {"enable_mask_clip": True, "mask_clip_range_high": 0.28}, "cispo"),
+        {LOW: 0.0, HIGH: 1.28, "unified_mask": True},
     ),
-    (
-        {"policy_loss_fn": "sppo", ARGS: {"epsilon": 0.25}},
-        *("sppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25}),
-    ),
-    (
-        {"policy_loss_fn": "rec", ARGS: {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0, "temp": 2.0}},
-        *("rec", {"ring_low_threshold": 0.4, "ring_high_threshold": 3.0, "temperature": 2.0}),
-    ),
-    ({"algorithm_type": "mix", ARGS: {"enable_phi_function": True}}, "mix", {"phi": True}),
-    ({"algorithm_type": "mix", "policy_loss_fn": "mix_chord"}, "mix", {"phi": True, "dual_clip": 3.0}),
-    ({"bypass_old_logprobs": False, "policy_loss_fn": "decoupled_ppo"}, "decoupled_ppo", {}),
-    ({"algorithm_type": "dapo", "policy_loss_fn": "ppo"}, "ppo", {"clip_high_threshold": 1.28}),
-    ({"policy_loss_fn": "cispo"}, "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28}),
-    ({"policy_loss_fn": "sapo"}, "sapo", {"detached": True}),
-    (
-        {ARGS: {"enable_sequence_masking": True, "delta_sequence_masking": 0.2, "clip_ratio_c": 3.0}},
-        *("opsm", {"delta": 0.2, "dual_clip": 3.0}),
-    ),
-    ({ARGS: {"fallback_to_policy_gradient": True, "clip_range": 0.2}}, "reinforce", {}),
-    ({ARGS: {"fallback_to_policy_gradient": False, "delta_sequence_masking": 0.1}}, "ppo", {}),
-    (
-        {"policy_loss_fn": "cispo", ARGS: {"enable_mask_clip": True, "mask_clip_range_high": 0.28}},
-        *("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28, "unified_mask": True}),
-    ),
-    ({"algorithm_type": "topr", ARGS: {"advantage_threshold": 0.5}}, "topr", {"threshold": 0.5}),
-    (
-        {"algorithm_type": "rec", ARGS: {"clip_mode": "ring"}},
-        *("rec", {"clip_mode": "ring", "ring_low_threshold": 0.6, "ring_high_threshold": 1.4}),
-    ),
+    ("topr", {"advantage_threshold": 0.5}, "topr", {"threshold": 0.5}),
+    ("rec", {"clip_mode": "ring"}, "rec", {"clip_mode": "ring", RING_LOW: 0.6, RING_HIGH: 1.4}),
 ]
 
 
-@for_each(("settings", "loss", "args"), NAMES)
-def test_names_of_settings(settings, loss, args):
-    """Ranges become bounds on the ratio itself, whatever the order of the keys."""
-    method = resolve(Algorithm(**{"algorithm_type": "grpo", **settings}))
+@for_each(("names", "given", "loss", "args"), NAMES)
+def test_names_of_settings(names, given, loss, args):
+    name, named = names.split() if " " in names else (names, None)
+    method = resolve(Algorithm(algorithm_type=name, policy_loss_fn=named, policy_loss_fn_args=given))
     assert method.loss == loss
     assert dict(method.loss_args) == pytest.approx(args)
 
 
-@for_each(
-    ("name", "estimator"),
-    [("k2", "k2"), ("k3", "k3"), ("abs", "abs"), ("low_var_kl", "clamped"), ("corrected_k3", "k3"), (None, "k1")],
-)
-def test_penalties(name, estimator):
+def test_penalties():
     """Of an older policy there is none at the time of the penalty, so that the corrected one is k3, as in Trinity."""
-    given = Algorithm(algorithm_type="grpo", kl_penalty_fn=name, kl_penalty_fn_args={"kl_coef": 0.1})
-    assert (resolve(given).penalty, resolve(given).kl_penalty) == (estimator, 0.1)
+    kinds = {"k2": "k2", "k3": "k3", "abs": "abs", "low_var_kl": "clamped", "corrected_k3": "k3", None: "k1"}
+    for name, estimator in kinds.items():
+        given = Algorithm(algorithm_type="grpo", kl_penalty_fn=name, kl_penalty_fn_args={"kl_coef": 0.1})
+        assert (resolve(given).penalty, resolve(given).kl_penalty) == (estimator, 0.1)
 
 
 def test_two_parts_of_a_mixed_loss():
-    """Each is aggregated as its own mode says."""
     args = {"sft_loss_agg_mode": "seq-mean-token-mean", "train_batch_size_expert": 64, "ngpus_trainer": 4}
     method = resolve(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args=args))
     assert (method.recipe.weights, method.expert_weights) == ("token-mean", "seq-mean-token-mean")
@@ -185,13 +156,7 @@ def test_two_parts_of_a_mixed_loss():
     assert (method.recipe.weights, method.expert_weights) == ("token-sum", "token-mean")
 
 
-def test_a_text_of_one_token_has_nothing_to_learn():
-    with pytest.raises(rlkit.DataError, match="row 0: its text has 1 tokens"):
-        data.read_examples([{"prompt": "a"}], "texts")[0].datums(Chat(rlkit.connect("toy").tokenizer))
-
-
 def test_shares_of_the_expert():
-    """Fixed, or by CHORD's schedule if its settings are given."""
     assert resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3
     args = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
     chord = resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args=args))
@@ -202,29 +167,7 @@ def test_shares_of_the_expert():
         resolve(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args={"mu": 0.3}))
 
 
-def test_files(tmp_path):
-    """Lines and lists are read alike; what is no file, or no rows, is named."""
-    given = [{"prompt": "a\u2028", "response": "b"}]  # some call it the end of a line; JSON does not
-    (tmp_path / "x.jsonl").write_text(json.dumps(given[0], ensure_ascii=False) + "\r\n\n", "utf-8")
-    (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
-    assert all(data.read_rows(str(tmp_path / name), where="here") == given for name in ("x.jsonl", "x.json"))
-    (tmp_path / "empty.jsonl").write_text("", "utf-8")
-    (tmp_path / "torn.jsonl").write_text('{}\n\n{"a": ', "utf-8")
-    (tmp_path / "list.jsonl").write_text("[1]\n", "utf-8")
-    for name, message in (
-        ("empty.jsonl", "is empty"),
-        ("torn.jsonl", "cannot be read: line 3, column 7: Expecting value"),
-        ("none.jsonl", "a file that exists"),
-        ("x.csv", "a file that ends in"),
-    ):
-        with pytest.raises(rlkit.ConfigError, match=f"here: .*{message}"):
-            data.read_rows(str(tmp_path / name), where="here")
-    with pytest.raises(rlkit.DataError, match="row 0"):
-        data.read_rows(str(tmp_path / "list.jsonl"), where="here")
-
-
 def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
-    """A sentence says what a name of that form would need."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(rlkit.ConfigError, match="a data set on a hub needs datasets"):
         data.read_rows("openai/gsm8k", where="here")
@@ -238,8 +181,9 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
     config = types.SimpleNamespace(HF_DATASETS_CACHE=str(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load, config=config))
     monkeypatch.setattr(data, "hub_trouble", lambda: "the hub does not answer")
-    message = "'a/b' is not on this machine, and the hub does not answer; expected a"
-    with pytest.raises(rlkit.ConfigError, match=message):
+    with pytest.raises(
+        rlkit.ConfigError, match="'a/b' is not on this machine, and the hub does not answer; expected a"
+    ):
         data.read_rows("a/b", where="here")
     (tmp_path / "a___b").mkdir()
     assert data.read_rows("a/b", where="here", subset="main")[0]["answer"] == "main train"
@@ -249,25 +193,11 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
 
 
 def test_parquet(tmp_path):
-    """Rows of a table."""
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["1", "2"]}), path)
     assert [row["response"] for row in data.read_rows(str(path), where="here")] == ["1", "2"]
-
-
-def test_rows_with_a_reward(tmp_path):
-    """A file in GSM8K's form: the number behind #### is what is right."""
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"question": "600 twice?", "answer": "Twice six hundred. #### 1,200"}) + "\n", "utf-8")
-    form = Format(prompt_key="question", response_key="answer")
-    given = recipes.Settings(buffer=_buffer(Taskset(name="sums", path=str(path), format=form)))
-    (task,) = tasks.training_tasks(given.buffer)
-    env = task.make()
-    assert (task.name, env.reset(0)) == ("sums", "600 twice?")
-    for text, reward in (("It is 1200.", 1.0), (r"\boxed{1200}", 1.0), ("1199", 0.0), ("no idea", 0.0)):
-        assert env.step(rlkit.envs.Action(text)).reward == reward
 
 
 def test_generated_problems():
@@ -287,7 +217,6 @@ def test_generated_problems():
 
 
 def test_several_environments(tmp_path):
-    """A mixture in equal shares, each under its name and with its own sampling."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 2, "utf-8")
     two = [Taskset(name=name, path=str(path), rollout_args=Sampling(temperature=0.5)) for name in ("one", "two")]
@@ -296,23 +225,6 @@ def test_several_environments(tmp_path):
     assert found[0].settings.temperature == 0.5
     with pytest.raises(rlkit.ConfigError, match="a unique name"):
         tasks.training_tasks(_buffer(None, tasksets=[two[0], two[0]]))
-
-
-def test_the_end_that_a_template_writes_is_learnt(monkeypatch):
-    """Also if the model does not know it as an end token: a policy that learnt another one would never stop there."""
-    monkeypatch.setattr("rlkit.chat._core._warned", set())
-    template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"  # the toy ends with <|im_end|>
-    tokenizer = rlkit.connect("toy").tokenizer
-    with pytest.warns(UserWarning, match="ends a turn with '<|im_start|>'"):
-        chat = Chat(tokenizer, template=template)
-    rows = [{"prompt": "a", "response": "b", "chosen": "b", "rejected": "c"}]
-    learnt = [d for kind in ("demonstrations", "pairs") for d in data.read_examples(rows, kind)[0].datums(chat)]
-    texts = [tokenizer.decode(d.select(d.tokens), skip_special=False) for d in learnt]
-    assert texts == ["b<|im_start|>", "b<|im_start|>", "c<|im_start|>"]
-
-
-def _buffer(taskset, **more):
-    return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
 
 
 @pytest.mark.parametrize(("name", "count"), [("grpo", 3), ("gigpo", 2), ("reinforceplusplus", 2)])

@@ -41,8 +41,8 @@ def turn(role, text):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def user(content):
-    return {"role": "user", "content": content}
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
 
 
 def assistant(content, **more):
@@ -55,132 +55,80 @@ def call(arguments, **more):
 
 def calling(arguments, **more):
     """A conversation about a call."""
-    said = [user("2+2?"), assistant(None, tool_calls=[call(arguments, id="c1")])]
-    return [*said, {"role": "tool", "tool_call_id": "c1", "content": "4", **more}]
+    told = [user("2+2?"), assistant(None, tool_calls=[call(arguments, id="c1")])]
+    return [*told, {"role": "tool", "tool_call_id": "c1", "content": "4", **more}]
 
 
+def told(content="A", **more):
+    """A question, this answer, and the question again."""
+    return [user("Q"), assistant(content, **more), user("Q")]
+
+
+def called(content, role="tool", **more):
+    """A question, an answer that calls, and its result without an id."""
+    return [user("Q"), assistant(content, **more), {"role": role, "content": "4"}]
+
+
+def sides(*before):
+    """A pair of answers, each with what is before it."""
+    return {"chosen": [*before, assistant("4")], "rejected": [*before, assistant("5")]}
+
+
+ANSWERED = {"chosen": "4", "rejected": "5"}
+Q, A = turn("user", "Q"), turn("assistant", "A")
 CALLED = turn("user", "2+2?") + turn("assistant", 'c1:add{"x": 2}')
-Q = turn("user", "Q")
-PARTS = [{"type": "text", "text": "Q"}]
-# Conversations that an answer follows: the text before the answer, or the field that is refused.
-PROMPTS = [
+CALLED_EMPTY = turn("user", "2+2?") + turn("assistant", "c1:add{}") + turn("tool", "4=c1")
+NAMED = turn("assistant", "call00000:add{}") + turn("tool", "4=call00000")
+PARTS = [{"type": "text", "text": "Q"}, {"type": "input_text", "text": "R"}]
+EMPTY = {"name": None, "audio": None, "refusal": None, "function_call": {"name": None, "arguments": None}}
+PROMPTS = [  # conversations that an answer follows, and the text before the answer
     ([user("Q")], Q),
-    (np.array([user("Q"), assistant("A"), user("B")], object), Q + turn("assistant", "A") + turn("user", "B")),
-    ([user(PARTS)], Q),
-    ([user(np.array(PARTS, object))], Q),
-    ([user([*PARTS, {"type": "text", "text": "R"}])], turn("user", "Q\nR")),
-    ([user([{"type": "input_text", "text": "Q"}])], Q),
-    ([user("Q"), assistant([*PARTS, *PARTS]), user("Q")], Q + turn("assistant", "QQ") + Q),
+    (np.array([user("Q"), assistant("A"), user("B")], object), Q + A + turn("user", "B")),
+    ([user(np.array(PARTS, object))], turn("user", "Q\nR")),
+    (told(PARTS), Q + turn("assistant", "QR") + Q),
     ([{"role": "developer", "content": "S"}, user("Q")], turn("system", "S") + Q),
-    ([{**user("Q"), "name": None, "tool_calls": None, "audio": None, "refusal": None}], Q),
-    ([{**user("Q"), "id": 7, "metadata": {"source": "x"}}], Q),
-    ([{**user("Q"), "weight": 1}], Q),
+    ([user("Q", id=7, metadata={"source": "x"}, weight=1, tool_calls=None, **EMPTY)], Q),
     ([user("")], turn("user", "")),
     ([user("<|im_end|>")], turn("user", "<|im_end|>")),
     (calling('{"x": 2}'), CALLED + turn("tool", "4=c1")),
-    (calling({"x": 2}), CALLED + turn("tool", "4=c1")),
     (calling({"x": 2}, content=None), CALLED + turn("tool", "=c1")),
-    (calling({"x": 2}, content=[{"type": "text", "text": "4"}]), CALLED + turn("tool", "4=c1")),
-    (calling(""), turn("user", "2+2?") + turn("assistant", "c1:add{}") + turn("tool", "4=c1")),
-    (calling(None), turn("user", "2+2?") + turn("assistant", "c1:add{}") + turn("tool", "4=c1")),
-    (
-        [user("Q"), assistant("I add.", tool_calls=[call("{}", id="c1")]), {"role": "tool", "content": "4"}],
-        Q + turn("assistant", "I add.c1:add{}") + turn("tool", "4"),
-    ),
-    (
-        [
-            user("Q"),
-            assistant(None, function_call={"name": "add", "arguments": "{}"}),
-            {"role": "function", "content": "4"},
-        ],
-        Q + turn("assistant", "call00000:add{}") + turn("tool", "4=call00000"),
-    ),
-    (
-        [user("Q"), assistant("", tool_calls=[{"name": "add", "arguments": {}}]), {"role": "tool", "content": "4"}],
-        Q + turn("assistant", "call00000:add{}") + turn("tool", "4=call00000"),
-    ),
-    ([user("Q"), assistant("A", reasoning_content="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
-    ([user("Q"), assistant("A", reasoning="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
-    ([user("Q"), assistant("A", tool_calls=[], audio=None), user("Q")], Q + turn("assistant", "A") + Q),
-    ([{"role": "human", "content": "Q"}], r"[0].role"),
-    ([{"role": "User", "content": "Q"}], r"[0].role"),
-    ([user("Q"), assistant("A", train=False), user("Q")], r"[1].train"),
-    ([user("Q"), assistant("A", thinking="a", reasoning="b"), user("Q")], r"[1].thinking"),
-    ([user("Q"), assistant("A", thinking="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
-    (
-        [user("Q"), assistant("", tool_calls=[{"name": "add", "parameters": {"x": 1}}]), user("Q")],
-        r"[1].tool_calls[0]",
-    ),
-    (calling('{"x": 1e400}'), r"[1].tool_calls[0].function.arguments"),
-    ([{**user("Q"), "function_call": {"name": None, "arguments": None}}], Q),
-    ([user(None)], r"[0].content"),
-    ([{"role": "user"}], r"[0].content"),
-    ([{"role": "system", "content": None}, user("Q")], r"[0].content"),
-    ([user("Q"), assistant(None), user("Q")], r"[1].content"),
-    ([user("Q"), assistant(None, tool_calls=[]), user("Q")], r"[1].content"),
-    ([user("Q"), assistant(None, reasoning_content="hm"), user("Q")], r"[1].content"),
-    ([user(4)], r"[0].content"),
-    ([user(True)], r"[0].content"),
-    ([user({"text": "Q"})], r"[0].content"),
-    ([user(["Q"])], r"[0].content[0]"),
-    ([user([{"text": "Q"}])], r"[0].content[0]"),
-    ([user([*PARTS, {"type": "image_url", "image_url": {"url": "x.png"}}])], r"[0].content[1].type"),
-    ([user([{"type": "text", "text": 4}])], r"[0].content[0].text"),
-    ([user([{"type": "text", "text": None}])], r"[0].content[0].text"),
-    ([user("half \ud83d")], r"[0].content"),
-    ([{"content": "Q"}], r"[0].role"),
-    ([{"role": 1, "content": "Q"}], r"[0].role"),
-    ([{"role": "a b", "content": "Q"}], r"[0].role"),
-    ([{"from": "human", "value": "Q"}], r"[0]"),
-    (["Q"], r"[0]"),
-    ([{**user("Q"), "images": ["x.png"]}], r"[0].images"),
-    ([{**user("Q"), "audio": {"id": "a"}}], r"[0].audio"),
-    ([user("Q"), assistant(None, refusal="No."), user("Q")], r"[1].refusal"),
-    ([user("Q"), assistant("A", weight=0), user("Q")], r"[1].weight"),
-    ([{**user("Q"), "tool_calls": [call("{}")]}], r"[0].tool_calls"),
-    ([user("Q"), assistant("A", tool_calls="add()"), user("Q")], r"[1].tool_calls"),
-    ([user("Q"), assistant("A", tool_calls=["add()"]), user("Q")], r"[1].tool_calls[0]"),
-    ([user("Q"), assistant("A", tool_calls=[{"type": "custom"}]), user("Q")], r"[1].tool_calls[0].type"),
-    ([user("Q"), assistant("A", tool_calls=[{"type": "function"}]), user("Q")], r"[1].tool_calls[0].function"),
-    (calling("{x: 2}"), r"[1].tool_calls[0].function.arguments"),
-    (calling("[2]"), r"[1].tool_calls[0].function.arguments"),
-    (calling(2), r"[1].tool_calls[0].function.arguments"),
-    (
-        [user("Q"), assistant("", tool_calls=[{"type": "function", "function": {"arguments": "{}"}}]), user("Q")],
-        r"[1].tool_calls[0].function.name",
-    ),
-    (calling("{}", content={"result": 4}), r"[2].content"),
-    (calling("{}", content=4), r"[2].content"),
-    (calling("{}", tool_call_id=1), r"[2].tool_call_id"),
-    ([{**user("Q"), "name": 3}], r"[0].name"),
-    ([user("Q"), assistant("A", reasoning_content=["hm"]), user("Q")], r"[1].reasoning_content"),
+    (calling("", content=[{"type": "text", "text": "4"}]), CALLED_EMPTY),
+    (calling(None), CALLED_EMPTY),
+    (called("I", tool_calls=[call("{}", id="c1")]), Q + turn("assistant", "Ic1:add{}") + turn("tool", "4")),
+    (called(None, role="function", function_call={"name": "add", "arguments": "{}"}), Q + NAMED),
+    (called("", tool_calls=[{"name": "add", "arguments": {}}]), Q + NAMED),
+    (told(reasoning_content="hm", tool_calls=[]), Q + turn("assistant", "(hm)A") + Q),
 ]
-
-
-def by_chat(messages):
-    return CHAT.start(messages).prompt
-
-
-def by_gateway(messages):
-    with Gateway(Scripted(TOKENIZER, "4"), chat=CHAT) as gateway, gateway.session() as session:
-        request = {"messages": list(messages)}
-        return asyncio.run(session.render(ChatCall.parse(request, session).requests[0]))
-
-
-def by_messages(messages):
-    return prompt_of({"messages": [*messages, assistant("4")]})
-
-
-def by_prompt(messages):
-    return prompt_of({"prompt": messages, "completion": "4"})
-
-
-def by_pair(messages):
-    return prompt_of({"prompt": messages, "chosen": "4", "rejected": "5"}, "pairs")
-
-
-def by_whole_pair(messages):
-    return prompt_of({"chosen": [*messages, assistant("4")], "rejected": [*messages, assistant("5")]}, "pairs")
+REFUSED = [  # the field that is refused
+    ("[0].role", [{"role": "User", "content": "Q"}]),
+    ("[0].role", [{"content": "Q"}]),
+    ("[1].thinking", told(thinking="a", reasoning="b")),
+    ("[1].tool_calls[0]", told("", tool_calls=[{"name": "add", "parameters": {"x": 1}}])),
+    ("[1].tool_calls[0].function.arguments", calling('{"x": 1e400}')),
+    ("[0].content", [user(None)]),
+    ("[1].content", told(None, tool_calls=[])),
+    ("[1].content", told(None, reasoning_content="hm")),
+    ("[0].content", [user(4)]),
+    ("[0].content[0]", [user(["Q"])]),
+    ("[0].content[1].type", [user([PARTS[0], {"type": "image_url", "image_url": {"url": "x.png"}}])]),
+    ("[0].content[0].text", [user([{"type": "text", "text": 4}])]),
+    ("[0].content", [user("half \ud83d")]),
+    ("[0]", [{"from": "human", "value": "Q"}]),
+    ("[0]", ["Q"]),
+    ("[0].images", [user("Q", images=["x.png"])]),
+    ("[1].refusal", told(None, refusal="No.")),
+    ("[1].weight", told(weight=0)),
+    ("[0].tool_calls", [user("Q", tool_calls=[call("{}")])]),
+    ("[1].tool_calls", told(tool_calls="add()")),
+    ("[1].tool_calls[0]", told(tool_calls=["add()"])),
+    ("[1].tool_calls[0].type", told(tool_calls=[{"type": "custom"}])),
+    ("[1].tool_calls[0].function", told(tool_calls=[{"type": "function"}])),
+    ("[1].tool_calls[0].function.name", told(tool_calls=[{"type": "function", "function": {"arguments": "{}"}}])),
+    ("[1].tool_calls[0].function.arguments", calling("{x: 2}")),
+    ("[1].tool_calls[0].function.arguments", calling("[2]")),
+    ("[2].tool_call_id", calling("{}", tool_call_id=1)),
+    ("[1].reasoning_content", told(reasoning_content=["hm"])),
+]
 
 
 def read(row, chat=CHAT, kind="demonstrations"):
@@ -189,191 +137,174 @@ def read(row, chat=CHAT, kind="demonstrations"):
     return example.datums(chat)
 
 
-def whole_text(datum):
-    return TOKENIZER.decode(datum.tokens, skip_special=False)
+def decode(tokens):
+    return TOKENIZER.decode(tokens, skip_special=False)
 
 
 def learnt_text(datum):
-    return TOKENIZER.decode(datum.select(datum.tokens), skip_special=False)
+    return decode(datum.select(datum.tokens))
+
+
+def by_gateway(messages, _):
+    with Gateway(Scripted(TOKENIZER, "4"), chat=CHAT) as gateway, gateway.session() as session:
+        request = {"messages": list(messages)}
+        return asyncio.run(session.render(ChatCall.parse(request, session).requests[0]))
 
 
 def prompt_of(row, kind="demonstrations"):
     """The datum before its last answer, which is `4` and its end: of a pair, of the chosen one."""
     first = read(row, kind=kind)[0 if kind == "pairs" else -1]
-    assert TOKENIZER.decode(first.tokens[-2:], skip_special=False) == "4<|im_end|>"
+    assert decode(first.tokens[-2:]) == "4<|im_end|>"
     assert first.mask[-2:].all()
     return first.tokens[:-2]
 
 
-def by_task(messages, tmp_path):
-    (task,) = tasks.make_tasks(Taskset(path=file_of(tmp_path, messages)), ExplorerInput(), "t")
-    return CHAT.start(task.make().reset(0)).prompt
-
-
-def by_eval(messages, tmp_path):
-    (task,) = cli._make_tasks(cli._parse(["eval", "toy", file_of(tmp_path, messages)])[1])
-    return CHAT.start(task.make().reset(0)).prompt
-
-
-def file_of(tmp_path, messages):
-    path = tmp_path / "rows.jsonl"
-    row = {"prompt": messages, "response": "4", "answer": "4"}
+def file_of(folder, messages):
+    path, row = folder / "rows.jsonl", {"prompt": messages, "response": "4", "answer": "4"}
     path.write_text(json.dumps(row, default=np.ndarray.tolist), "utf-8")
     return str(path)
 
 
-DOORS = (by_chat, by_gateway, by_messages, by_prompt, by_pair, by_whole_pair, by_task, by_eval)
+def by_task(messages, folder):
+    (task,) = tasks.make_tasks(Taskset(path=file_of(folder, messages)), ExplorerInput(), "t")
+    return CHAT.start(task.make().reset(0)).prompt
+
+
+def by_eval(messages, folder):
+    (task,) = cli._make_tasks(cli._parse(["eval", "toy", file_of(folder, messages)])[1])
+    return CHAT.start(task.make().reset(0)).prompt
+
+
+DOORS = {
+    "chat": lambda messages, _: CHAT.start(messages).prompt,
+    "gateway": by_gateway,
+    "messages": lambda messages, _: prompt_of({"messages": [*messages, assistant("4")]}),
+    "prompt": lambda messages, _: prompt_of({"prompt": messages, "completion": "4"}),
+    "pair": lambda messages, _: prompt_of({"prompt": messages, **ANSWERED}, "pairs"),
+    "whole pair": lambda messages, _: prompt_of(sides(*messages), "pairs"),
+    "task": by_task,
+    "eval": by_eval,
+}
 
 
 @for_each("door", DOORS)
-@for_each(("messages", "expected"), PROMPTS)
-def test_one_conversation_has_one_prompt(door, messages, expected, tmp_path):
+def test_one_conversation_has_one_prompt(door, tmp_path):
     """Whichever way it comes in; what cannot be rendered is refused by its field."""
-    given = (messages, tmp_path) if door in (by_task, by_eval) else (messages,)
-    if expected.startswith("["):
+    for messages, expected in PROMPTS:
+        assert decode(DOORS[door](messages, tmp_path)) == expected + HEAD
+    for field, messages in REFUSED:
         with pytest.raises((DataError, GatewayError)) as error:
-            door(*given)
-        assert re.search(re.escape(expected) + r": (got|has|is|differs) .*; expected ", str(error.value))
-    else:
-        assert TOKENIZER.decode(door(*given), skip_special=False) == expected + HEAD
+            DOORS[door](messages, tmp_path)
+        assert re.search(re.escape(field) + r": (got|has|is|differs) .*; expected ", str(error.value)), field
 
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 END = "<|im_end|>"
-# Rows to imitate: what is learnt, with what comes before it; or what is refused.
-DEMONSTRATIONS = [
-    ({"messages": [user("Q"), assistant("A")]}, Q + HEAD, "A" + END),
-    ({"message": [user("Q"), assistant("A")]}, Q + HEAD, "A" + END),
-    ({"prompt": "Q", "response": "A"}, Q + HEAD, "A" + END),
-    ({"prompt": "Q", "completion": "A"}, Q + HEAD, "A" + END),
-    ({"prompt": [user("Q")], "completion": [assistant("A")]}, Q + HEAD, "A" + END),
-    ({"prompt": "Q", "response": assistant("A")}, Q + HEAD, "A" + END),
-    ({"prompt": "Q", "response": [assistant([{"type": "text", "text": "A"}])]}, Q + HEAD, "A" + END),
-    ({"messages": None, "prompt": "Q", "response": "A"}, Q + HEAD, "A" + END),
-    (
-        {"prompt": [user("Q"), assistant("A"), user("Q")], "response": "B"},
-        f"{Q}{turn('assistant', 'A')}{Q}{HEAD}",
-        "B" + END,
-    ),
-    ({"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}, Q + HEAD, f"A{END}B{END}"),
-    ({"messages": [user("Q"), assistant(" A\n")]}, Q + HEAD, " A\n" + END),
-    ({"messages": [user("Q"), assistant("A<|im_end|>")]}, Q + HEAD, "A<|im_end|>" + END),
-    ({"messages": [user("Q"), assistant("A", reasoning_content="hm")]}, Q + HEAD, "(hm)A" + END),
-    (
-        {"messages": [user("Q"), assistant("I add.", tool_calls=[call('{"x": 2}', id="c1")])]},
-        Q + HEAD,
-        f'I add.c1:add{{"x": 2}}{END}',
-    ),
-    ({"messages": [*calling('{"x": 2}'), assistant("4")]}, turn("user", "2+2?") + HEAD, f'c1:add{{"x": 2}}{END}4{END}'),
-    ({"messages": [user("Q"), assistant("A")], "tools": [ADD]}, f"[add]{Q}{HEAD}", "A" + END),
-    ({"messages": [user("Q"), assistant("A")], "tools": json.dumps([ADD])}, f"[add]{Q}{HEAD}", "A" + END),
-    ({"messages": [user("Q"), assistant("A")], "tools": None}, Q + HEAD, "A" + END),
-    ({"prompt": "Q", "response": 4.0}, "response: got 4.0 (float)", ""),
-    ({"prompt": "Q", "response": True}, "response: got True (bool)", ""),
-    ({"prompt": "Q", "response": ""}, "response: has an empty answer", ""),
-    (
-        {"prompt": "Q", "response": None},
-        "has the fields ['prompt', 'response']; expected a field 'response' that is not null",
-        "",
-    ),
-    ({"prompt": "Q", "response": {"answer": 4}}, "response: got", ""),
-    ({"prompt": "Q", "response": ["A"]}, "response[0]: got 'A'", ""),
-    ({"prompt": "Q", "response": [user("A")]}, "response: has no message of the assistant", ""),
-    ({"prompt": "Q", "response": []}, "response: has no messages", ""),
-    ({"prompt": "Q", "response": "half \ud83d"}, "response: has half of a surrogate pair", ""),
-    ({"prompt": 5, "response": "A"}, "prompt: got 5 (int)", ""),
-    ({"prompt": [user("Q"), assistant("A")], "response": "B"}, "prompt: ends with a message of the assistant", ""),
-    ({"prompt": "Q"}, "has the fields ['prompt']; expected a field 'response'", ""),
-    ({"text": "Q"}, "has the fields ['text']; expected a field 'messages', or 'prompt' and 'response'", ""),
-    ({"messages": [user("Q")]}, "messages: has no message of the assistant", ""),
-    ({"messages": [assistant("A")]}, "messages: begins with a message of the assistant", ""),
-    ({"messages": [user("Q"), assistant("")]}, "messages: has an empty answer", ""),
-    ({"messages": "Q"}, "messages: got 'Q'", ""),
-    ({"messages": [user("Q"), assistant("A")], "tools": "add"}, "tools: got 'add'", ""),
-    ({"messages": [user("Q"), assistant("A")], "tools": {"add": {}}}, "tools: got", ""),
-]
-
-
-@for_each(("row", "before", "learnt"), DEMONSTRATIONS)
-def test_demonstrations(row, before, learnt):
-    """What is learnt is what the template writes, and nothing of the prompt."""
-    if not learnt:
-        with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 1: {before}")):
-            data.read_examples([{"prompt": "Q", "response": "A"}, row], "demonstrations", where="rows.jsonl")
-        return
-    (datum,) = read(row)
-    assert TOKENIZER.decode(datum.tokens[: np.argmax(datum.mask)], skip_special=False) == before
-    assert learnt_text(datum) == learnt
-
-
 HISTORY = [user("Q"), assistant("A"), user("R")]
 TWO_TURNS = [*HISTORY, assistant("B")]
-PAIRS = [
-    ({"prompt": "Q", "chosen": "4", "rejected": "5"}, Q),
-    ({"prompt": "Q", "chosen": [assistant("4")], "rejected": [assistant("5")]}, Q),
-    ({"prompt": "Q", "chosen": assistant("4"), "rejected": assistant("5")}, Q),
-    ({"prompt": "Q", "chosen": [user("Q"), assistant("4")], "rejected": [user("Q"), assistant("5")]}, Q),
-    ({"prompt": [user("Q")], "chosen": [user("Q"), assistant("4")], "rejected": [user("Q"), assistant("5")]}, Q),
-    ({"chosen": [user("Q"), assistant("4")], "rejected": [user("Q"), assistant("5")]}, Q),
-    (
-        {"prompt": "Q", "chosen": [*HISTORY, assistant("4")], "rejected": [*HISTORY, assistant("5")]},
-        Q + turn("assistant", "A") + turn("user", "R"),
-    ),
-    ({"prompt": HISTORY, "chosen": "4", "rejected": "5"}, Q + turn("assistant", "A") + turn("user", "R")),
-    ({"prompt": "Q", "chosen": "4", "rejected": "5", "tools": [ADD]}, "[add]" + Q),
-    (
-        {"prompt": "R", "chosen": [user("Q"), assistant("4")], "rejected": [user("Q"), assistant("5")]},
-        "!chosen: does not",
-    ),
-    (
-        {"prompt": [user("R")], "chosen": [user("Q"), assistant("4")], "rejected": [user("Q"), assistant("5")]},
-        "!chosen: does not",
-    ),
-    (
-        {"chosen": [user("Q"), assistant("4")], "rejected": [user("R"), assistant("5")]},
-        "!rejected: differs from chosen before its last message",
-    ),
-    ({"prompt": "Q", "chosen": [user("Q"), assistant("4")], "rejected": "5"}, "!has one answer with its prompt"),
-    ({"chosen": "4", "rejected": "5"}, "!has the fields ['chosen', 'rejected']; expected a field 'prompt'"),
-    ({"prompt": "Q", "chosen": "4"}, "!has the fields ['chosen', 'prompt']; expected a field 'rejected'"),
-    ({"prompt": "Q", "chosen": "4", "rejected": ""}, "!rejected: has an empty answer"),
-    ({"prompt": "Q", "chosen": 4, "rejected": "5"}, "!chosen: got 4 (int)"),
-    ({"prompt": "Q", "chosen": [user("Q")], "rejected": [user("Q")]}, "!chosen: ends with the role 'user'"),
-    ({"prompt": "Q", "chosen": [*HISTORY[1:], assistant("4")], "rejected": "5"}, "!chosen: has 3 messages"),
-    ({"prompt": "Q", "chosen": assistant(None), "rejected": "5"}, "!chosen[0].content: got None"),
+DEMONSTRATIONS = [  # rows to imitate, what is learnt, and what comes before it
+    ({"message": [user("Q"), assistant("A")]}, "A" + END, Q),
+    ({"prompt": "Q", "response": "A"}, "A" + END, Q),
+    ({"prompt": [user("Q")], "completion": [assistant([{"type": "text", "text": "A"}])]}, "A" + END, Q),
+    ({"messages": None, "prompt": "Q", "response": assistant("A"), "tools": None}, "A" + END, Q),
+    ({"messages": TWO_TURNS}, f"A{END}B{END}", Q),
+    ({"messages": [user("Q"), assistant(" A<|im_end|>\n")]}, " A<|im_end|>\n" + END, Q),
+    ({"messages": [*calling('{"x": 2}'), assistant("4")]}, f'c1:add{{"x": 2}}{END}4{END}', turn("user", "2+2?")),
+    ({"messages": [user("Q"), assistant("A")], "tools": [ADD]}, "A" + END, "[add]" + Q),
+    ({"messages": [user("Q"), assistant("A")], "tools": json.dumps([ADD])}, "A" + END, "[add]" + Q),
+]
+IMITATED = "demonstrations"
+NOTHING = "has the fields ['prompt', 'response']; expected a field 'response' that is not null"
+NOT_LEARNT = [  # kind, row, and what is said
+    (IMITATED, {"prompt": "Q", "response": " \n"}, "response: has an empty answer"),
+    (IMITATED, {"prompt": "Q", "response": None}, NOTHING),
+    (IMITATED, {"prompt": "Q", "response": {"answer": 4}}, "response: got"),
+    (IMITATED, {"prompt": "Q", "response": [user("A")]}, "response: has no message of the assistant"),
+    (IMITATED, {"prompt": "Q", "response": []}, "response: has no messages"),
+    (IMITATED, {"prompt": "Q", "response": "half \ud83d"}, "response: has half of a surrogate pair"),
+    (IMITATED, {"prompt": TWO_TURNS, "response": "B"}, "prompt: ends with a message of the assistant"),
+    (IMITATED, {"prompt": json.dumps([user("Q")]), "response": "A"}, "prompt: got"),
+    (IMITATED, {"prompt": "Q"}, "has the fields ['prompt']; expected a field 'response'"),
+    (IMITATED, {"a": 1}, "has the fields ['a']; expected a field 'messages', or 'prompt' and 'response'"),
+    (IMITATED, {"messages": [user("Q")]}, "messages: has no message of the assistant"),
+    (IMITATED, {"messages": [assistant("A")]}, "messages: begins with a message of the assistant"),
+    (IMITATED, {"messages": [user("Q"), assistant("")]}, "messages: has an empty answer"),
+    (IMITATED, {"messages": TWO_TURNS, "tools": "add"}, "tools: got 'add'"),
+    (IMITATED, {"messages": TWO_TURNS, "tools": [{"name": "add"}]}, "tools[0]: got"),
+    (IMITATED, None, "got None"),
+    ("texts", {"prompt": ["abc"]}, "prompt: got ['abc'] (list)"),
 ]
 
 
-@for_each(("row", "expected"), PAIRS)
-def test_a_pair_is_two_datums(row, expected):
-    if expected.startswith("!"):
-        with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 0: {expected[1:]}")):
-            data.read_examples([row], "pairs", where="rows.jsonl")
-        return
-    chosen, rejected = read(row, kind="pairs")
-    for datum, answer in ((chosen, "4"), (rejected, "5")):
-        assert whole_text(datum) == expected + HEAD + answer + END
-        assert learnt_text(datum) == answer + END
+def test_demonstrations():
+    for row, learnt, before in DEMONSTRATIONS:
+        (datum,) = read(row)
+        assert (learnt_text(datum), decode(datum.tokens[: np.argmax(datum.mask)])) == (learnt, before + HEAD)
+
+
+PAIRS = [  # a row, and what is before its two answers
+    ({"prompt": "Q", **ANSWERED}, Q),
+    ({"prompt": "Q", **sides()}, Q),
+    ({"prompt": "Q", "chosen": assistant("4"), "rejected": assistant("5")}, Q),
+    ({"prompt": "Q", **sides(user("Q"))}, Q),
+    ({"prompt": [user("Q")], **sides(user("Q"))}, Q),
+    (sides(user("Q")), Q),
+    ({"prompt": "Q", **sides(*HISTORY)}, Q + A + turn("user", "R")),
+    ({"prompt": HISTORY, **ANSWERED}, Q + A + turn("user", "R")),
+    ({"prompt": "Q", **ANSWERED, "tools": [ADD]}, "[add]" + Q),
+]
+UNFIT = [
+    ({"prompt": "R", **sides(user("Q"))}, "chosen: does not contain"),
+    ({"prompt": [user("R")], **sides(user("Q"))}, "chosen: does not begin"),
+    (sides(user("Q")) | {"rejected": [user("R"), assistant("5")]}, "rejected: differs from chosen before its last"),
+    ({"prompt": "Q", **sides(user("Q")), "rejected": "5"}, "has one answer with its prompt"),
+    (ANSWERED, "has the fields ['chosen', 'rejected']; expected a field 'prompt'"),
+    ({"prompt": "Q", "chosen": "4"}, "has the fields ['chosen', 'prompt']; expected a field 'rejected'"),
+    ({"prompt": "Q", "chosen": "4", "rejected": ""}, "rejected: has an empty answer"),
+    ({"prompt": "Q", "chosen": 4, "rejected": "5"}, "chosen: got 4 (int)"),
+    ({"prompt": "Q", "chosen": [user("Q")], "rejected": [user("Q")]}, "chosen: ends with the role 'user'"),
+    ({"prompt": "Q", "chosen": [*HISTORY[1:], assistant("4")], "rejected": "5"}, "chosen: has 3 messages"),
+    ({"prompt": "Q", "chosen": "a", "rejected": " a"}, "rejected: is the same as chosen"),
+]
+
+
+def test_a_pair_is_two_datums():
+    for row, before in PAIRS:
+        for datum, answer in zip(read(row, kind="pairs"), "45", strict=True):
+            assert (decode(datum.tokens), learnt_text(datum)) == (f"{before}{HEAD}{answer}{END}", answer + END)
+
+
+@for_each(("kind", "row", "expected"), [*NOT_LEARNT, *[("pairs", *each) for each in UNFIT]])
+def test_rows_that_are_refused(kind, row, expected):
+    right = {"prompt": "Q", "response": "A", **ANSWERED}
+    with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 1: {expected}")):
+        data.read_examples([right, row], kind, where="rows.jsonl")
+
+
+def test_kinds_of_rows():
+    with pytest.raises(rlkit.ConfigError, match="kind: got 'preferences'"):
+        data.read_examples([], "preferences")
+    with pytest.raises(rlkit.DataError, match="row 0: its text has 1 tokens"):
+        read({"prompt": "a"}, kind="texts")
 
 
 NESTED = {"ground_truth": "34", "style": "rule"}
 ANSWERS = [  # an answer, and texts that are right and wrong with every reward that reads one
     ("34", "34", "35"),
-    (34, "34", "35"),
     (34.0, "34", "35"),
     (0.5, "0.5", "5"),
     (["34", "thirty-four"], "34", "35"),
-    (["35", "34"], "34", "36"),
-    ([34], "34", "35"),
-    (NESTED, "t: row 0: answer: got {'ground_truth': '34', 'style': 'rule'} (dict)", "answer.ground_truth"),
-    ({"a": {"b": 1}}, "t: row 0: answer: got", "answer.a.b"),
-    (None, "t: row 0: has the fields", "expected a field 'answer' that is not null"),
-    (True, "t: row 0: answer: got True (bool)", ""),
-    (float("nan"), "t: row 0: answer: got nan", ""),
-    ([], "t: row 0: answer: is an empty list", ""),
-    ([None], "t: row 0: answer: got None", ""),
-    (["34", {"x": 1}], "t: row 0: answer: got {'x': 1}", ""),
-    ("half \ud83d", "t: row 0: answer: has half of a surrogate pair", ""),
+    ([35, 34], "34", "36"),
+]
+NO_ANSWERS = [  # what is said instead
+    (NESTED, "answer: got {'ground_truth': '34', 'style': 'rule'} (dict)", "response_key=answer.ground_truth"),
+    ({"a": {"b": 1}}, "answer: got", "answer.a.b"),
+    (None, "has the fields", "expected a field 'answer' that is not null"),
+    (True, "answer: got True (bool)", ""),
+    (float("nan"), "answer: got nan", ""),
+    ([], "answer: is an empty list", ""),
+    (["34", {"x": 1}], "answer: got {'x': 1}", ""),
+    ("half \ud83d", "answer: has half of a surrogate pair", ""),
 ]
 SCORED = {  # how each reward has an answer written, and what it gives then
     "answer_reward": ("{}", 1.0),
@@ -386,55 +317,60 @@ SCORED = {  # how each reward has an answer written, and what it gives then
 }
 
 
-@for_each("reward", SCORED)
-@for_each(("answer", "right", "wrong"), ANSWERS)
-def test_answers(reward, answer, right, wrong, tmp_path, monkeypatch):
-    """Text, numbers, and lists of accepted answers; others are refused when the tasks are made."""
+def answered(tmp_path, answer, reward):
+    """A task with this answer."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "Q", "answer": answer}), "utf-8")
     taskset = Taskset(path=str(path), format=Format(response_key="answer"), default_reward_fn_type=reward)
-    if right.startswith("t: "):
-        with pytest.raises(DataError) as error:
-            tasks.make_tasks(taskset, ExplorerInput(), "t")
-        assert right.replace("t: ", f"{path}: ") in str(error.value)
-        assert wrong in str(error.value)
-        return
     (task,) = tasks.make_tasks(taskset, ExplorerInput(), "t")
+    return task.make()
+
+
+@for_each("reward", SCORED)
+@for_each(("answer", "right", "wrong"), ANSWERS)
+def test_answers(reward, answer, right, wrong, tmp_path):
     form, full = SCORED[reward]
-    scores = [task.make().step(Action(form.format(text))).reward for text in (right, wrong)]
+    scores = [answered(tmp_path, answer, reward).step(Action(form.format(text))).reward for text in (right, wrong)]
     assert scores == [pytest.approx(full), pytest.approx(full - 1)]
 
 
-@for_each(
-    ("content", "expected"),
-    [
-        (codecs.BOM_UTF8 + b'{"prompt": "a"}', ""),
-        ('{"prompt": "a"}'.encode("utf-16"), "cannot be read"),
-        (b'{"prompt": "\xff"}', "cannot be read"),
-        (b'{"prompt": "a"}\n[1]', "row 1: got"),
-    ],
-)
-@for_each("suffix", [".jsonl", ".json"])
-def test_files(content, expected, suffix, tmp_path):
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".json" and not content.startswith(codecs.BOM_UTF16_LE):
-        content = content.replace(b"{", b"[{").replace(b"\n", b",") + b"]"
-    path.write_bytes(content)
-    if expected:
-        with pytest.raises(rlkit.RlkitError, match=re.escape(expected)):
-            data.read_rows(str(path), where="path")
-    else:
-        assert data.read_rows(str(path), where="path") == [{"prompt": "a"}]
+@for_each(("answer", "what", "why"), NO_ANSWERS)
+def test_answers_that_no_reward_reads(answer, what, why, tmp_path):
+    with pytest.raises(DataError, match=re.escape(f"rows.jsonl: row 0: {what}") + ".*" + re.escape(why)):
+        answered(tmp_path, answer, "answer_reward")
 
 
-def test_fields_that_are_not_read_are_named_once(caplog):
-    rows = [{"prompt": "Q", "response": "A", "source": "x"}, {"prompt": "Q", "response": "A", "id": 1}]
-    data.read_examples(rows, "demonstrations", where="rows.jsonl")
-    assert [record.getMessage() for record in caplog.records] == ["rows.jsonl: not read: the fields id, source"]
+def test_files(tmp_path):
+    given = [{"prompt": "a\u2028", "response": "b"}]  # some call it the end of a line; JSON does not
+    text = json.dumps(given[0], ensure_ascii=False).encode()
+    path = tmp_path / "rows"
+    for suffix, content, expected in (
+        (".jsonl", text + b"\r\n\n", ""),
+        (".json", codecs.BOM_UTF8 + b"[" + text + b"]", ""),
+        (".jsonl", codecs.BOM_UTF8 + text, ""),
+        (".jsonl", '{"prompt": "a"}'.encode("utf-16"), "cannot be read"),
+        (".json", b'[{"prompt": "\xff"}]', "cannot be read"),
+        (".json", text, "cannot be read: expected a list of rows"),
+        (".jsonl", b"", "is empty"),
+        (".jsonl", b'{}\n\n{"a": ', "cannot be read: line 3, column 7: Expecting value"),
+        (".csv", b"a", "a file that ends in"),
+        (".none", None, "a file that ends in"),
+        ("-none.jsonl", None, "a file that exists"),
+    ):
+        file = path.with_name(path.name + suffix)
+        if content is not None:
+            file.write_bytes(content)
+        if expected:
+            with pytest.raises(rlkit.ConfigError, match=f"here: .*{expected}"):
+                data.read_rows(str(file), where="here")
+        else:
+            assert data.read_rows(str(file), where="here") == given
+    path.with_suffix(".jsonl").write_text('{"prompt": "a"}\n[1]\n', "utf-8")
+    with pytest.raises(DataError, match="row 1: got"):
+        data.read_rows(str(path.with_suffix(".jsonl")), where="here")
 
 
 def test_rows_that_do_not_fit(caplog):
-    """All are named before the first step; they may be left out, and are counted."""
     rows = [{"prompt": "Q", "response": "A" * n} for n in (1, 500, 2, 600)]
     examples = data.read_examples(rows, "demonstrations", where="rows.jsonl")
     longest = [len(example.datums(CHAT)[0]) for example in examples]
@@ -450,60 +386,36 @@ def test_rows_that_do_not_fit(caplog):
 
 
 SAID = [user("2+2?"), assistant("<think>\nsum\n</think>\n\n4!"), user("3+3?")]
+THOUGHT, NO_THOUGHT = "<think>\nsum\n</think>\n\n6!", "<think>\n\n</think>\n\n"
 
 
-@for_each(
-    ("thinking", "answer", "before", "learnt"),
-    [
-        (None, assistant("6!"), "", "<think>\n\n</think>\n\n6!"),
-        (None, assistant("<think>\nsum\n</think>\n\n6!"), "", "<think>\nsum\n</think>\n\n6!"),
-        (False, assistant("6!"), "<think>\n\n</think>\n\n", "6!"),
-        (
-            False,
-            assistant("<think>\nsum\n</think>\n\n6!"),
-            "content: is written otherwise, or not at all, after the prompt",
-            "",
-        ),
-        (
-            None,
-            assistant("6!", reasoning_content="sum"),
-            "reasoning_content: is not written by the model's chat template",
-            "",
-        ),
-    ],
-)
-def test_templates_that_rewrite_the_history(thinking, answer, before, learnt):
+def test_templates_that_rewrite_the_history():
     """What was thought in earlier turns is left out, and the answer is what comes after the prompt of a sampler."""
-    chat = Chat(TOKENIZER, template=QWEN3, thinking=thinking)
-    said = SAID if thinking is None else [SAID[0], assistant("4!"), SAID[2]]  # what was thought is learnt as well
-    rows = [{"messages": [*said, answer]}, {"prompt": SAID, "chosen": answer, "rejected": "7!"}]
-    for row, kind in zip(rows, ("demonstrations", "pairs"), strict=True):
-        if not learnt:
-            with pytest.raises(DataError, match=rf"data: row 0: messages\[3\]\.{before}"):
-                read(row, chat, kind)
-            continue
-        datum = read(row, chat, kind)[-1 if kind == "demonstrations" else 0]
-        whole = turn("user", "2+2?") + turn("assistant", "4!") + turn("user", "3+3?") + HEAD + before
-        prompt = TOKENIZER.decode(datum.tokens[~datum.mask], skip_special=False)
-        shared = "<think>\n\n</think>\n\n" if kind == "pairs" and learnt.startswith("<think>\n\n") else ""
-        assert prompt == whole + shared  # of a pair, also what the template puts before either answer
-        assert whole_text(datum) == whole + learnt + END
+    whole = turn("user", "2+2?") + turn("assistant", "4!") + turn("user", "3+3?") + HEAD
+    for thinking, answer, before, learnt, shared in (
+        (None, assistant("6!"), "", NO_THOUGHT + "6!", NO_THOUGHT),  # of a pair the template puts it before either
+        (None, assistant(THOUGHT), "", THOUGHT, ""),
+        (False, assistant("6!"), NO_THOUGHT, "6!", ""),
+        (False, assistant(THOUGHT), "content: is written otherwise, or not at all, after the prompt", None, ""),
+        (None, assistant("6!", reasoning_content="sum"), "reasoning_content: is not written by the model's", None, ""),
+    ):
+        chat = Chat(TOKENIZER, template=QWEN3, thinking=thinking)
+        said = SAID if thinking is None else [SAID[0], assistant("4!"), SAID[2]]  # what was thought is learnt as well
+        rows = [{"messages": [*said, answer]}, {"prompt": SAID, "chosen": answer, "rejected": "7!"}]
+        for row, kind in zip(rows, (IMITATED, "pairs"), strict=True):
+            if learnt is None:
+                with pytest.raises(DataError, match=rf"data: row 0: messages\[3\]\.{before}"):
+                    read(row, chat, kind)
+                continue
+            datum = read(row, chat, kind)[-1 if kind == "demonstrations" else 0]
+            assert decode(datum.tokens[~datum.mask]) == whole + before + (shared if kind == "pairs" else "")
+            assert decode(datum.tokens) == whole + before + learnt + END
 
 
-@for_each("answer", ["4", "<think>\nsum</think>4"])
-def test_a_head_that_the_template_writes_for_samplers_alone(answer):
-    """An answer continues it, or is refused: a thought that was begun and never ends would be learnt."""
-    opened = "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
-    chat = Chat(TOKENIZER, template=opened + "{% if add_generation_prompt %}assistant:<think>\n{% endif %}")
-    row = {"prompt": "2+2?", "response": answer}
-    if answer == "4":
-        with pytest.raises(
-            DataError, match="content: is written otherwise, or not at all, after the prompt, which ends with"
-        ):
-            read(row, chat)
-        return
-    (datum,) = read(row, chat)
-    assert whole_text(datum) == f"user:2+2?{END}assistant:<think>\nsum</think>4{END}"
+def learning(path, where, kind, backend):
+    """Settings of a run that learns from a file."""
+    given = [where, f"algorithm.algorithm_type={kind}", f"backend={backend}", "seed=0", "mode=train"]
+    return [*given, f"buffer.trainer_input.experience_buffer.path={path}", f"checkpoint_root_dir={path.parent}"]
 
 
 @for_each("thinking", [None, True, False])
@@ -513,15 +425,14 @@ def test_dpo_prefers_the_chosen_answer(prompt, thinking, tmp_path, tiny):
     row = {"prompt": prompt, "chosen": "6!", "rejected": "7?"}
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row), "utf-8")
-    settings = recipes.load(
-        overrides=[
-            *("backend=local", f"model.model_path={tiny('llama')}", "seed=0", "mode=train", "buffer.batch_size=1"),
-            *("algorithm.algorithm_type=dpo", "algorithm.optimizer.lr=0.01", "buffer.total_steps=6"),
-            *(f"checkpoint_root_dir={tmp_path}", f"name={len(prompt)}{thinking}"),
-            *(f"model.enable_thinking={json.dumps(thinking)}", f"model.custom_chat_template={json.dumps(QWEN3)}"),
-            f"buffer.trainer_input.experience_buffer.path={path}",
-        ]
-    )
+    more = [
+        f"name={len(prompt)}{thinking}",
+        "algorithm.optimizer.lr=0.01",
+        "buffer.batch_size=1",
+        "buffer.total_steps=6",
+    ]
+    more += [f"model.enable_thinking={json.dumps(thinking)}", f"model.custom_chat_template={json.dumps(QWEN3)}"]
+    settings = recipes.load(overrides=[*learning(path, f"model.model_path={tiny('llama')}", "dpo", "local"), *more])
     (outcome,) = recipes.run(settings)
     before, after = (rlkit.sampler("local", model=tiny("llama"), path=path) for path in (None, outcome.path))
     chat = Chat(before.tokenizer, template=QWEN3, thinking=thinking)
@@ -535,11 +446,9 @@ def test_dpo_prefers_the_chosen_answer(prompt, thinking, tmp_path, tiny):
 
 @pytest.mark.parametrize("backend", ["toy", "local"])
 def test_check_sees_rows_that_do_not_fit(backend, tmp_path, tiny, capsys):
-    """And those that the chat template refuses, before a model is loaded."""
     path = tmp_path / "rows.jsonl"
-    more = [f"model.model_path={tiny('llama')}"] if backend == "local" else ["options.max_length=100"]
-    given = [f"backend={backend}", "seed=0", "algorithm.algorithm_type=sft", "mode=train", *more]
-    given += [f"buffer.trainer_input.experience_buffer.path={path}", f"checkpoint_root_dir={tmp_path}"]
+    where = f"model.model_path={tiny('llama')}" if backend == "local" else "options.max_length=100"
+    given = learning(path, where, "sft", backend)
     (tmp_path / "run.yaml").write_text("{}", "utf-8")
     for row, expected in (
         ({"prompt": "Q", "response": "A" * 5000}, "1 of 1 rows are longer than the policy's context"),
@@ -567,7 +476,7 @@ def test_tokens_are_those_of_the_whole_text(template, talk):
     chat = Chat(t, template=template)
     whole = chat.control.encode(chat.template.render(talk))
     row = {"prompt": talk[:-1], "chosen": talk[-1], "rejected": "no"}
-    for kind, given in (("demonstrations", {"messages": talk}), ("pairs", row)):
+    for kind, given in ((IMITATED, {"messages": talk}), ("pairs", row)):
         datum = read(given, chat, kind)[0]
         if talk[-1]["content"].startswith("\n"):  # the prompt of a sampler ends before the line break
             assert t.decode(whole, skip_special=False).startswith(t.decode(datum.tokens, skip_special=False))
@@ -579,56 +488,40 @@ def test_tokens_are_those_of_the_whole_text(template, talk):
 
 def written(content="{{ m.content }}", arguments="{{ c.function.arguments | tojson }}", of="m.tool_calls or []"):
     """A template of calls, in the manner of one family or another."""
-    return (
-        "{% for m in messages %}{{ m.role }}: " + content + "{% for c in " + of + " %}{{ c.function.name }}" + arguments
-        + "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )  # fmt: skip
+    calls = f"{{% for c in {of} %}}{{{{ c.function.name }}}}{arguments}{{% endfor %}}"
+    head = "{% if add_generation_prompt %}assistant: {% endif %}"
+    return f"{{% for m in messages %}}{{{{ m.role }}}}: {content}{calls}<|im_end|>{{% endfor %}}{head}"
 
 
-FAMILIES = {  # a template, and whether text beside calls is written
-    "objects": (written(), True),
-    "text": (written(arguments="{{ '' + c.function.arguments }}"), True),
-    "null": (
-        written(
-            "{% if m.content is not none %}{{ m.content }}{% endif %}", of="m.tool_calls or [] if m.content is none"
-        ),
-        False,
-    ),
-    "instead": (written("{% if not m.tool_calls %}{{ m.content }}{% endif %}"), False),
-    "none": (CHATML, True),  # they are written as hermes does
-}
+NULL = "{% if m.content is not none %}{{ m.content }}{% endif %}"
+FAMILIES = [  # a template, what is learnt of a call, and before it where text beside calls is written
+    (written(), "add", "I look."),
+    (written(arguments="{{ '' + c.function.arguments }}"), "add", "I look."),
+    (written(NULL, of="m.tool_calls or [] if m.content is none"), "add", None),
+    (written("{% if not m.tool_calls %}{{ m.content }}{% endif %}"), "add", None),
+    (CHATML, '<tool_call>\n{"name": "add", "arguments": ', "I look.\n"),  # they are written as hermes does
+]
 
 
-@for_each("family", FAMILIES)
-def test_calls_are_given_as_the_template_reads_them(family):
+@for_each(("template", "call", "before"), FAMILIES)
+def test_calls_are_given_as_the_template_reads_them(template, call, before):
     """As objects or text, beside null or an empty content; where a template would lose something, it is refused."""
-    template, beside = FAMILIES[family]
-    chat = Chat(TOKENIZER, template=template)
-    said = calling('{"x": 2}')
-    prompt = TOKENIZER.decode(chat.start(said).prompt, skip_special=False)
-    assert "add" in prompt
-    assert '"x": 2' in prompt
-    for content in (None, "I look."):
-        row = {"messages": [said[0], assistant(content, tool_calls=said[1]["tool_calls"])]}
-        if content and not beside:
-            with pytest.raises(DataError, match=r"row 0: messages\[1\]\.(content|tool_calls): is (not )?written"):
-                read(row, chat)
-            continue
-        (datum,) = read(row, chat)
-        learnt = learnt_text(datum)
-        assert learnt.startswith(content or ("<tool_call>" if family == "none" else "add"))
-        assert '"x": 2' in learnt
-        assert learnt.endswith(END)
+    chat, (asked, answer, result) = Chat(TOKENIZER, template=template), calling('{"x": 2}')
+    assert f'{call}{{"x": 2}}' in decode(chat.start([asked, answer, result]).prompt)
+    assert learnt_text(*read({"messages": [asked, answer]}, chat)).startswith(f'{call}{{"x": 2}}')
+    both = {"messages": [asked, answer | {"content": "I look."}]}
+    if before is None:
+        with pytest.raises(DataError, match=r"row 0: messages\[1\]\.(content|tool_calls): is (not )?written"):
+            read(both, chat)
+    else:
+        assert learnt_text(*read(both, chat)).startswith(f'{before}{call}{{"x": 2}}')
 
 
 def test_messages_that_a_template_leaves_out():
-    """A role that it does not know, a tool's result for one, is refused and not lost."""
     skipping = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     chat = Chat(TOKENIZER, template=skipping)
-    with pytest.raises(
-        DataError,
-        match=r"messages\[2\]\.content: is not written by the chat template, which leaves out the role 'tool'",
-    ):
+    what = r"messages\[2\]\.content: is not written by the chat template, which leaves out the role 'tool'"
+    with pytest.raises(DataError, match=what):
         chat.start([user("Q"), assistant("A"), {"role": "tool", "content": "4"}])
     quoted = Chat(TOKENIZER, template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
     assert TOKENIZER.decode(quoted.start([user('a "b"\nc')]).prompt) == r'"a \"b\"\nc"'
@@ -642,47 +535,61 @@ def test_thoughts_have_the_name_that_the_template_reads(name, given):
     assert learnt_text(datum) == f"hmA{END}"
 
 
-def test_a_system_prompt_that_is_written_before_the_last_question_alone():
-    """It is in the prompt of the answer, as in that of a sampler; the answer begins with the template's blank."""
-    template = (
-        "{% set ns = namespace(s='') %}{% for m in messages %}"
-        "{% if m.role == 'system' %}{% set ns.s = m.content + ' ' %}"
-        "{% elif m.role == 'user' %}[{{ ns.s if loop.last else '' }}{{ m.content }}]"
-        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    )
-    row = {"messages": [{"role": "system", "content": "S"}, user("Q"), assistant("A")]}
-    (datum,) = read(row, Chat(TOKENIZER, template=template))
-    assert whole_text(datum) == f"[S Q] A{END}"
+HEADS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:<think>\n{% endif %}"
+)
+LAST = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content + ' ' %}"
+    "{% elif m.role == 'user' %}[{{ ns.s if loop.last else '' }}{{ m.content }}]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+ENDS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' and loop.last %}<|im_end|>"
+    "{% else %}<|im_start|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FIRST = "user: Q<|im_start|>assistant: A"
 
 
-def test_a_turn_ends_otherwise_within_a_conversation():
-    """What ends the last turn is learnt of each, and the history has what the template writes there."""
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' and loop.last %}<|im_end|>"
-        "{% else %}<|im_start|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    shown = [whole_text(datum) for datum in read({"messages": TWO_TURNS}, Chat(TOKENIZER, template=template))]
-    first, second = "user: Q<|im_start|>assistant: A", "<|im_start|>user: R<|im_start|>assistant: B<|im_end|>"
-    assert shown == [first + END, first + second]
+def test_what_templates_write_around_an_answer():
+    for template, prefill, row, expected in (
+        # a head for samplers alone: an answer continues it, or a thought that never ends would be learnt
+        (
+            HEADS,
+            "",
+            {"prompt": "Q", "response": "<think>\ns</think>4"},
+            [f"user:Q{END}assistant:<think>\ns</think>4{END}"],
+        ),
+        (
+            HEADS,
+            "",
+            {"prompt": "Q", "response": "4"},
+            "content: is written otherwise, or not at all, after the prompt, w",
+        ),
+        (QWEN3, "OK: ", {"prompt": "Q", "response": "OK: a"}, [f"{Q}{HEAD}OK: a{END}"]),
+        (QWEN3, "OK: ", {"prompt": "Q", "response": "a"}, "content: does not begin with Chat.prefill, 'OK: '"),
+        # the system prompt before the last question: as for a sampler; the answer begins with the template's blank
+        (LAST, "", {"messages": [{"role": "system", "content": "S"}, user("Q"), assistant("A")]}, [f"[S Q] A{END}"]),
+        # what ends the last turn is learnt of each, and the history has what the template writes there
+        (ENDS, "", {"messages": TWO_TURNS}, [FIRST + END, f"{FIRST}<|im_start|>user: R<|im_start|>assistant: B{END}"]),
+    ):
+        chat = Chat(TOKENIZER, template=template, prefill=prefill)
+        if isinstance(expected, list):
+            assert [decode(datum.tokens) for datum in read(row, chat)] == expected
+        else:
+            with pytest.raises(DataError, match=re.escape(f"messages[1].{expected}")):
+                read(row, chat)
 
 
-def test_an_eos_after_the_last_turn_alone_does_not_end_turns(monkeypatch):
-    """What the template writes after every turn does, and there is a warning: the model does not know it as an end."""
+@for_each("end", ["", END])
+def test_the_end_that_a_template_writes_is_learnt(end, monkeypatch):
+    """What it writes after every turn ends them, with a warning if the model does not know it."""
     monkeypatch.setattr("rlkit.chat._core._warned", set())
-    template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}<|im_end|>"
     with pytest.warns(UserWarning, match="ends a turn with '<|im_start|>'"):
-        chat = Chat(TOKENIZER, template=template)
-    learnt = [learnt_text(datum) for datum in read({"messages": TWO_TURNS}, chat)]
-    assert "".join(learnt) == "A<|im_start|>B<|im_start|>"
-
-
-def test_a_prefill_begins_the_answer():
-    """An answer goes on from it; another one, which would make a thought that never ends, is refused."""
-    chat = Chat(TOKENIZER, template=QWEN3, prefill="OK: ")
-    (datum,) = read({"prompt": "Q", "response": "OK: a"}, chat)
-    assert whole_text(datum) == f"{Q}{HEAD}OK: a{END}"
-    with pytest.raises(DataError, match=r"messages\[1\]\.content: does not begin with Chat\.prefill, 'OK: '"):
-        read({"prompt": "Q", "response": "a"}, chat)
+        chat = Chat(TOKENIZER, template="{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}" + end)
+    learnt = [read({"messages": TWO_TURNS}, chat), read({"prompt": "Q", **ANSWERED}, chat, "pairs")]
+    texts = ["".join(map(learnt_text, datums)) for datums in learnt]
+    assert texts == ["A<|im_start|>B<|im_start|>", "4<|im_start|>5<|im_start|>"]
 
 
 def test_what_two_answers_share_is_not_their_prompt():
@@ -695,35 +602,12 @@ def test_what_two_answers_share_is_not_their_prompt():
     assert [learnt_text(datum) for datum in datums] == ["(hm)4" + END, "(hm)5" + END]
 
 
-@for_each(
-    ("row", "kind", "expected"),
-    [
-        ({"prompt": 4}, "texts", "prompt: got 4 (int)"),
-        ({"prompt": ["abc"]}, "texts", "prompt: got ['abc'] (list)"),
-        ({"prompt": None}, "texts", "a field 'prompt' that is not null"),
-        ({"prompt": "\udc00"}, "texts", "prompt: has half"),
-        ("Q", "pairs", "row 0: got 'Q'"),
-        (None, "demonstrations", "row 0: got None"),
-        ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "pairs", "rejected: is the same as chosen"),
-        ({"prompt": "Q", "response": " \n"}, "demonstrations", "response: has an empty answer"),
-        ({"prompt": json.dumps([user("Q")]), "response": "A"}, "demonstrations", "this is their JSON text"),
-        ({"prompt": "Q", "chosen": json.dumps([assistant("A")]), "rejected": "b"}, "pairs", "this is their JSON text"),
-        ({"messages": [user("Q"), assistant("A")], "tools": [{"name": "add"}]}, "demonstrations", "tools[0]: got"),
-    ],
-)
-def test_other_rows_that_are_refused(row, kind, expected):
-    with pytest.raises(DataError, match=re.escape(expected)):
-        data.read_examples([row], kind)
-    with pytest.raises(rlkit.ConfigError, match="kind: got 'preferences'"):
-        data.read_examples([], "preferences")
-
-
 def test_keys_with_dots_and_a_system_prompt_of_the_row():
     form = Format(prompt_key="input.text", messages_key="m.x", tools_key="a.b", system_prompt_key="sys")
     row = {"input": {"text": "Q"}, "chosen": "A", "rejected": "B", "a": {"b": [ADD]}, "sys": "S"}
     (pair,) = data.read_examples([row], "pairs", form)
     chosen, _ = pair.datums(CHAT)
-    assert whole_text(chosen) == f"[add]{turn('system', 'S')}{Q}{HEAD}A{END}"
+    assert decode(chosen.tokens) == f"[add]{turn('system', 'S')}{Q}{HEAD}A{END}"
     (example,) = data.read_examples([{"m": {"x": [user("Q"), assistant("A")]}, "sys": "S"}], "demonstrations", form)
     assert [message["role"] for message in example.prompt] == ["system", "user"]
 
@@ -737,8 +621,9 @@ def test_tables_nest_arrays(caplog):
     (datum,) = example.datums(CHAT)
     assert learnt_text(datum) == f'call00000:add{{"x": [1.5]}}{END}'
     sides = [[{**user("Q"), "id": i}, {**assistant(text), "id": i}] for i, text in enumerate("AB")]
-    data.read_examples([{"chosen": sides[0], "rejected": sides[1]}], "pairs", where="p")
-    names = ["t: not read: the fields images", "p: not read: the fields id of messages"]
+    pair = {"chosen": sides[0], "rejected": sides[1]}
+    data.read_examples([pair | {"source": "x"}, pair | {"by": 1}], "pairs", where="p")  # once for all rows
+    names = ["t: not read: the fields images", "p: not read: the fields by, id of messages, source"]
     assert [record.getMessage() for record in caplog.records] == names
 
 

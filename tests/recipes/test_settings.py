@@ -24,20 +24,18 @@ from rlkit.types import SAMPLING_OPTIONS
 from tests.each import for_each
 from tests.recipes.problems import curve, loaded, table
 
+BODY = "model.lora_configs=[{train_unembed: false}]"  # no adapter on the head
+NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """A file of problems in GSM8K's form."""
-    path = tmp_path / "rows.jsonl"
-    given = [{"question": f"{x} + 1?", "answer": f"One more than {x}. #### {x + 1}"} for x in range(6)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in given), "utf-8")
-    return path
+def train(folder, *words):
+    """Return the status of the command with these overrides alone."""
+    (folder / "run.yaml").write_text("", "utf-8")
+    return cli.main(["train", str(folder / "run.yaml"), *words])
 
 
 def test_the_services_configuration():
-    """What it says arrives where it belongs."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
     policy = choose_policy(settings)
     assert (policy.backend, policy.seed) == ("tinker", 42)
@@ -51,18 +49,24 @@ def test_the_services_configuration():
 
 
 def test_the_local_configuration():
-    """A LoRA on this machine, in the engine's dtype."""
-    settings = recipes.load(CONFIGS / "gsm8k_lora.yaml")
-    policy = choose_policy(settings)
-    lora = rlkit.Lora(rank=32, alpha=32.0)
-    assert policy.backend == "local"
-    assert policy.options == {"model": "meta-llama/Llama-3.2-3B", "lora": lora, "dtype": "bfloat16"}
+    for given, lora in (
+        ([], rlkit.Lora(rank=32, alpha=32.0)),
+        ([BODY], rlkit.Lora(train_unembed=False)),
+        ([NAMED], rlkit.Lora(target_modules=["q_proj"])),
+    ):
+        settings = recipes.load(CONFIGS / "gsm8k_lora.yaml", given)
+        policy = choose_policy(settings)
+        assert policy.backend == "local"
+        assert policy.options == {"model": "meta-llama/Llama-3.2-3B", "lora": lora, "dtype": "bfloat16"}
     assert "explorer.rollout_model.gpu_memory_utilization" in settings.without_effect
 
 
-def test_both_run(tmp_path, rows, tiny, caplog):
-    """With a small model and a file in the place of the real ones, each trains as it stands."""
+def test_both_run(tmp_path, tiny, caplog):
+    """With a small model and a file of GSM8K's form in the place of the real ones, each trains unchanged."""
     pytest.importorskip("tinker", reason="needs the extra tinker")
+    rows = tmp_path / "rows.jsonl"
+    given = [{"question": f"{x} + 1?", "answer": f"One more than {x}. #### {x + 1}"} for x in range(6)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in given), "utf-8")
     task = "buffer.explorer_input.taskset"
     more = [f"{task}.path={rows}", f"{task}.subset_name=null", "buffer.batch_size=2", "buffer.total_steps=2"]
     more += [f"{task}.default_reward_fn_type=answer_reward", "algorithm.repeat_times=2"]
@@ -78,21 +82,7 @@ def test_both_run(tmp_path, rows, tiny, caplog):
     assert [step for step, _ in curve(outcome)] == [0, 1]
 
 
-def test_variables_of_the_environment_fill_typed_keys(tmp_path, monkeypatch):
-    """As files for clusters use them: rates, counts and switches, with a default or without."""
-    monkeypatch.setenv("RLKIT_BATCH", "96")
-    monkeypatch.delenv("RLKIT_UNSET", raising=False)
-    (tmp_path / "run.yaml").write_text(
-        "algorithm: {optimizer: {lr: '${oc.env:RLKIT_UNSET,1e-5}'}}\n"
-        "buffer: {batch_size: '${oc.env:RLKIT_BATCH}', total_steps: '${oc.env:RLKIT_UNSET,null}'}\n"
-        "cluster: {node_num: '${oc.env:RLKIT_UNSET,1}'}\n"
-    )
-    found = recipes.load(tmp_path / "run.yaml")
-    assert (found.algorithm.optimizer.lr, found.buffer.batch_size, found.buffer.total_steps) == (1e-5, 96, None)
-
-
 def test_the_services_key_by_its_other_name(monkeypatch):
-    """TRINITY_API_KEY is taken where TINKER_API_KEY is not set."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.setenv("TRINITY_API_KEY", "tml-other")
@@ -113,60 +103,43 @@ WRONG = {  # override: what the message says
     "algorithm.algorithm_type=jsd": "explorer.auxiliary_models: is empty",
     "algorithm.algorithm_type=mix": "auxiliary_buffers: has 0 entries",
     "algorithm.advantage_fn=gro": "no estimator named 'gro'",
-    "algorithm.policy_loss_fn=pp": "no loss named 'pp'",
     "algorithm.policy_loss_fn=sft": "the loss takes no advantages",
     "algorithm.policy_loss_fn_args.clip_rang=0.2": "algorithm.policy_loss_fn_args.clip_rang: unknown setting",
     "algorithm.policy_loss_fn=decoupled_ppo": "the loss needs 'old_logprobs'",
     "algorithm.policy_loss_fn=value_huber": "algorithm.policy_loss_fn: is 'value_huber'",
     "algorithm.advantage_fn=vtrace": "it needs 'log_ratios', which this run does not",
-    "algorithm.advantage_fn=on_policy_distill": "explorer.auxiliary_models: is empty",
     "algorithm.kl_loss_fn_args.kl_coef=-1": "kl_coef",
     "algorithm.loss_agg_mode=mean": "mode: got 'mean'",
     "algorithm.optimizer.lr=-1": "algorithm.optimizer.lr: got -1",
     "algorithm.optimizer.betas=[0.9]": "algorithm.optimizer.betas: has 1 entries",
-    "algorithm.bypass_old_logprobs=false algorithm.policy_loss_fn=reinforce": "algorithm.bypass_old_logprobs",
+    "algorithm.bypass_old_logprobs=false; algorithm.policy_loss_fn=reinforce": "algorithm.bypass_old_logprobs",
     "trainer.total_steps=9": "trainer.total_steps: is 9; expected buffer.total_steps, 3",
     "model.tinker.enable=true": "backend: is 'toy'",
     "backend=tpu": "no backend named 'tpu'",
-    "backend=local model.model_path=null": "model.model_path: is not given",
+    "backend=local; model.model_path=null": "model.model_path: is not given",
     "monitor.monitor_type=wandbb": "no tracker named 'wandbb'",
-    "buffer.explorer_input.taskset.default_workflow_type=nothing": "no environment named 'nothing'",
     "buffer.explorer_input.taskset.default_workflow_type=null": "buffer.explorer_input.taskset.path: is not given",
     "buffer.explorer_input.taskset=null": "has neither taskset nor tasksets",
-    "explorer.auxiliary_models=[{path: 'stage:x'}] algorithm.algorithm_type=jsd": "stage:x",
+    "explorer.auxiliary_models=[{path: 'stage:x'}]; algorithm.algorithm_type=jsd": "stage:x",
     f"buffer.explorer_input.eval_tasksets=[{SPOKEN}]": "format.system_prompt: is None in one place but 'Hi' in another",
     "init_from=stage:first": "init_from: is 'stage:first'",
     "algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
-    "algorithm.algorithm_type=gigpo algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
+    "algorithm.algorithm_type=gigpo; algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
     "name=../../away": "name: is '../../away'; expected a name below checkpoint_root_dir",
-    "group=/away": "group: is '/away'",
     "buffer.explorer_input.taskset.rollout_args.top_p=0.5": "rollout_args.top_p: is 0.5; expected 1.0, sampling",
     "buffer.explorer_input.taskset.rollout_args.temperature=0": "rollout_args.temperature: is 0.0; expected 1.0",
     "buffer.explorer_input.eval_tasksets=[{path: chain_sum, rollout_args: {top_p: 2}}]": "top_p: got 2.0",
-    "buffer.explorer_input.taskset.default_workflow_type=alfworld_workflow": "no environment named 'alfworld_workflow'",
     "buffer.explorer_input.taskset.default_workflow_type=mathworkflow": "did you mean 'math_workflow'",
     "options.nothing=1": "no option 'nothing'",
-    "algorithm.optimizer.warmup_style=cosine": "set algorithm.optimizer.lr_scheduler_type instead",
-    "synchronizer.trainer_sync_interval=3": "set synchronizer.sync_interval instead",
-    "explorer.rollout_model.enable_thinking=false": "set model.enable_thinking instead",
     "algorithm.advantage_fn_args.rank_penalty=0.1": "algorithm.advantage_fn_args.rank_penalty: is 0.1; expected None",
-    "algorithm.algorithm_type=opmd algorithm.advantage_fn_args.std_cal_level=batch": "std_cal_level: unknown setting",
-    "algorithm.algorithm_type=rec algorithm.policy_loss_fn_args.clip_mode=gspo-one-side": "the loss gspo",
-    "algorithm.policy_loss_fn_args.mu=0.3": "algorithm.policy_loss_fn_args.mu: unknown setting",
-    "algorithm.sample_strategy_args.max_staleness=0": "algorithm.sample_strategy_args.max_staleness: unknown setting",
-    "data_processor.experience_pipeline.operators=[{name: reward_filtr}]": "unknown operator 'reward_filtr'",
-    "data_processor.task_pipeline.num_process=4": "data_processor.task_pipeline",
+    "algorithm.algorithm_type=rec; algorithm.policy_loss_fn_args.clip_mode=gspo-one-side": "the loss gspo",
     "trainer.trainer_config.critic.optim.lr=-1": "trainer.trainer_config.critic.optim.lr: got -1",
     "trainer.trainer_config.actor_rollout_ref.actor.optim.lr=1": "optim.lr: is 1; expected no value (set algorithm.opt",
     "explorer.rollout_model.max_response_tokens=3": "set model.max_response_tokens instead",
-    "explorer.rollout_model.max_respons_tokens=3": "explorer.rollout_model.max_respons_tokens: unknown setting",
-    "algorithm.optimizer.optimizer_type=muon": "expected one of 'adam', 'adamw'",
-    "algorithm.sample_strategy=staleness_control": "algorithm.sample_strategy: is 'staleness_control'",
     "seed=-1": "seed: got -1",
     "model.top_p=0.9": "the loss ppo forms a ratio to the sampling policy",
     "model.repetition_penalty=1.1": "model.repetition_penalty: is 1.1; expected 1.0, sampling from the whole",
-    "model.min_p=2": "SamplingParams.min_p: got 2",
-    "model.presence_penalty=1 algorithm.algorithm_type=raft backend=tinker model.model_path=m": "min_p or a penalty",
+    "model.presence_penalty=1; algorithm.algorithm_type=raft; backend=tinker; model.model_path=m": "min_p or a penalty",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
 }
 
@@ -174,15 +147,10 @@ WRONG = {  # override: what the message says
 @for_each("overrides", WRONG)
 def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     """One sentence on standard error, status 2, and no step is done."""
-    path = tmp_path / "run.yaml"
-    right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
-    path.write_text("".join(f"# {line}\n" for line in right), "utf-8")
-    words = overrides.split(" ") if not overrides.endswith("]") else [overrides]
-    if "auxiliary" in overrides:
-        words = ["explorer.auxiliary_models=[{path: 'stage:x'}]", "algorithm.algorithm_type=jsd"]
-    assert cli.main(["train", str(path), *right, *words, "--check"]) == 2
+    given = [*table.settings("grpo", "toy", tmp_path, ("toy", {}), 3), *overrides.split("; ")]
+    assert train(tmp_path, *given, "--check") == 2
     checked = capsys.readouterr().err
-    assert cli.main(["train", str(path), *right, *words]) == 2
+    assert train(tmp_path, *given) == 2
     error = capsys.readouterr().err
     assert checked == error  # --check finds what the run would
     assert error.startswith("rlkit train: ")
@@ -192,38 +160,22 @@ def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     assert not list(tmp_path.rglob("policies/*"))
 
 
-BODY = "model.lora_configs=[{train_unembed: false}]"  # no adapter on the head
-NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"
-REFUSED = (
-    "vLLM does not support adapters on the output head, which Lora(rank=32) has on this model; give "
-    "lora=Lora(rank=32, train_unembed=False), in a recipe model.lora_configs=[{lora_rank: 32, train_unembed: false}], "
-    "or leave sampler out"
-)
 OF_LOCAL = {  # overrides -> what is said
-    ("options.processes=0",): "processes: got 0; expected an integer >= 1",
-    ("options.processes=two",): "processes: got 'two' (str)",
-    ("options.sampler=vlm",): "connect(sampler): got 'vlm' (str); expected 'vllm', a URL, or several",
-    ("options.sampler=5",): "connect(sampler)",
-    ("options.sampler=[http://127.0.0.1:9,5]",): "connect(sampler)[1]: got 5 (int)",
-    ("options.sampler=[]",): "connect(sampler): got",
-    ("options.sampler=vllm",): f"sampler='vllm': {REFUSED}",
-    ("options.sampler=[http://127.0.0.1:9]",): f"sampler=['http://127.0.0.1:9']: {REFUSED}",
-    ("options.sampler=vllm", BODY): "set RLKIT_VLLM_PYTHON",
-    ("options.sampler=vllm", NAMED): "set RLKIT_VLLM_PYTHON",
-    (
-        "options.sampler=http://127.0.0.1:9",
-        NAMED,
-        "options.merge=true",
-    ): "merge, merged_copies, max_rows, prefix_mb and",
-    ("options.shard=true",): "shard: got True with one process",
-    ("options.shard=true", "options.merge=true"): "shard: got True with one process",
-    ("options.shard=true", "options.merge=true", "options.processes=2"): "merge: got True with shard=True",
-    ("options.shard=1", "options.processes=2"): "shard: got 1",
-    ("options.dtype=float8",): "dtype: got 'float8'",
-    ("options.device=nowhere",): "device: got 'nowhere'",
-    ("options.max_rows=0",): "max_rows: got 0",
-    ("options.offload_folder=/no/such",): "offload_folder: got '/no/such'",
-    ("options.lora=4",): "lora: got 4",
+    "options.processes=0": "processes: got 0; expected an integer >= 1",
+    "options.sampler=vlm": "connect(sampler): got 'vlm' (str); expected 'vllm', a URL, or several",
+    "options.sampler=5": "connect(sampler)",
+    "options.sampler=[http://127.0.0.1:9,5]": "connect(sampler)[1]: got 5 (int)",
+    "options.sampler=[]": "connect(sampler): got",
+    "options.sampler=vllm": "sampler='vllm': vLLM does not support adapters on the output head",
+    f"options.sampler=vllm; {BODY}": "set RLKIT_VLLM_PYTHON",
+    f"options.sampler=http://127.0.0.1:9; {NAMED}; options.merge=true": "merge, merged_copies, max_rows, prefix_mb and",
+    "options.shard=true; options.merge=true": "shard: got True with one process",
+    "options.shard=true; options.merge=true; options.processes=2": "merge: got True with shard=True",
+    "options.dtype=float8": "dtype: got 'float8'",
+    "options.device=nowhere": "device: got 'nowhere'",
+    "options.max_rows=0": "max_rows: got 0",
+    "options.offload_folder=/no/such": "offload_folder: got '/no/such'",
+    "options.lora=4": "lora: got 4",
 }
 
 
@@ -232,65 +184,42 @@ def test_all_options_of_the_local_backend_are_checked():
     assert inspect.signature(kind.check_options).parameters == inspect.signature(kind).parameters
 
 
-@for_each("words", OF_LOCAL, ids=" ".join)
-def test_the_values_of_the_local_backends_options_are_checked(words, tiny, tmp_path, monkeypatch, capsys):
+@for_each("overrides", OF_LOCAL)
+def test_the_values_of_the_local_backends_options_are_checked(overrides, tiny, tmp_path, monkeypatch, capsys):
     """By what connect itself checks before it loads anything, and so in the same words; no model is loaded."""
     monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
+    words = overrides.split("; ")
     own = table.settings("grpo", "local", tmp_path, ("local", {"model": tiny("qwen3")}), 3)
-    path = tmp_path / "run.yaml"
-    path.write_text("{}", "utf-8")
     load = mock.Mock(side_effect=AssertionError("a model is loaded"))
     monkeypatch.setattr("rlkit.backends.local.load_policy", load)
     capsys.readouterr()  # of making the model
-    assert cli.main(["train", str(path), *own, *words, "--check"]) == 2
+    assert train(tmp_path, *own, *words, "--check") == 2
     checked = capsys.readouterr().err
-    assert OF_LOCAL[words] in checked
+    assert OF_LOCAL[overrides] in checked
     assert checked.count("\n") == 1
     with pytest.raises(rlkit.ConfigError) as refused:
-        rlkit.connect("local", **choose_policy(recipes.load(path, [*own, *words])).options)
+        rlkit.connect("local", **choose_policy(recipes.load(overrides=[*own, *words])).options)
     assert checked == f"rlkit train: {refused.value}\n"
-    right = ["options.processes=2", "options.shard=true"], ["options.sampler=http://127.0.0.1:9", BODY]
-    for options in right:
-        assert cli.main(["train", str(path), *own, *options, "--check"]) == 0, capsys.readouterr().err
+    for right in (["options.processes=2", "options.shard=true"], ["options.sampler=http://127.0.0.1:9", BODY]):
+        assert train(tmp_path, *own, *right, "--check") == 0, capsys.readouterr().err
     assert not load.called
 
 
-def test_a_recipes_adapter(tiny, tmp_path):
-    """It leaves the head alone if told to, and trains the named modules."""
-    own = table.settings("grpo", "local", tmp_path, ("local", {"model": tiny("llama")}), 3)
-    for given, lora in ((BODY, rlkit.Lora(train_unembed=False)), (NAMED, rlkit.Lora(target_modules=["q_proj"]))):
-        assert choose_policy(recipes.load(overrides=[*own, given])).options["lora"] == lora
-
-
-def test_files_that_are_not_settings(tmp_path, capsys):
-    """The file is named; tests/test_config.py has more of them."""
-    path = tmp_path / "run.yaml"
-    for content in (None, "[1, 2]"):
-        if content is not None:
-            path.write_text(content, "utf-8")
-        assert cli.main(["train", str(path)]) == 2
-        assert str(path) in capsys.readouterr().err
-
-
 def test_a_service_that_refuses(tmp_path, monkeypatch, capsys):
-    """Name the address of a server that does not answer, but not a key that it does not know."""
     pytest.importorskip("tinker", reason="needs the extra tinker")
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     own = table.settings("grpo", "fake", tmp_path, ("tinker", {"model": "toy", "base_url": "http://127.0.0.1:9"}), 3)
-    path = tmp_path / "run.yaml"
-    path.write_text("{}", "utf-8")
-    assert cli.main(["train", str(path), *own, "options.deadline=2"]) == 2
+    assert train(tmp_path, *own, "options.deadline=2") == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
     with table.backend("fake", tmp_path) as where:
         monkeypatch.setenv("TINKER_API_KEY", "tml-of-somebody-else")
-        assert cli.main(["train", str(path), *table.settings("grpo", "fake", tmp_path / "key", where, 3)]) == 2
+        assert train(tmp_path, *table.settings("grpo", "fake", tmp_path / "key", where, 3)) == 2
     error = capsys.readouterr().err
     assert "key" in error.lower()
     assert "somebody" not in error
 
 
 def test_the_example_is_right_and_check_does_no_work(tmp_path, monkeypatch, capsys):
-    """``--check`` reads the files that are named, and writes none."""
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", str(CONFIGS / "chain_sum.yaml"), "--check"]) == 0
@@ -299,33 +228,26 @@ def test_the_example_is_right_and_check_does_no_work(tmp_path, monkeypatch, caps
 
 
 def test_refused_keys_that_switch_nothing_on():
-    """A file that says false, none or enable: false is taken."""
     given = ["model.trust_remote_code=false", "explorer.dynamic_timeout={enable: false, ratio: 3.0}"]
-    assert recipes.load(overrides=[*given, "data_processor={}"]) == recipes.Settings()
-    with pytest.raises(rlkit.ConfigError, match="explorer.dynamic_timeout"):
-        recipes.load(overrides=["explorer.dynamic_timeout={enable: true}"])
-    unset = "${oc.env:RLKIT_UNSET,false}"
-    assert recipes.load(overrides=[f"model.trust_remote_code={unset}"]) == recipes.Settings()
-    with pytest.raises(rlkit.ConfigError, match=r"model.trust_remote_code: is 'True'"):
-        recipes.load(overrides=["model.trust_remote_code=${oc.env:RLKIT_UNSET,true}"])
-    inner = "buffer.explorer_input.taskset.format.image_key=images"
-    with pytest.raises(rlkit.ConfigError, match="buffer.explorer_input.taskset.format.image_key"):
-        recipes.load(overrides=[inner])
+    for right in ([*given, "data_processor={}"], ["model.trust_remote_code=${oc.env:RLKIT_UNSET,false}"]):
+        assert recipes.load(overrides=right) == recipes.Settings()
+    for wrong, said in (
+        ("explorer.dynamic_timeout={enable: true}", "explorer.dynamic_timeout"),
+        ("model.trust_remote_code=${oc.env:RLKIT_UNSET,true}", "model.trust_remote_code: is 'True'"),
+        ("buffer.explorer_input.taskset.format.image_key=images", "buffer.explorer_input.taskset.format.image_key"),
+    ):
+        with pytest.raises(rlkit.ConfigError, match=said):
+            recipes.load(overrides=[wrong])
     key = "buffer.trainer_input.experience_buffer.replay_buffer"
-    assert recipes.load(overrides=[f"{key}.enable=true"]).not_followed == (key,)
-    assert recipes.load(overrides=[f"{key}.enable=false"]).not_followed == ()
+    for switch, found in (("true", (key,)), ("false", ())):
+        assert recipes.load(overrides=[f"{key}.enable={switch}"]).not_followed == found
 
 
 ACCEPTED = {  # a key for what only Trinity has -> one beside it that is refused, and what is said
-    "explorer.rollout_model.engine_num": ("sead", "did you mean 'seed'?"),
     "explorer.auxiliary_models.0.enable_lora": ("model_pth", "did you mean 'model_path'?"),
-    "explorer.runner_per_model": ("concurency", "did you mean 'concurrency'?"),
-    "buffer.explorer_input.eval_tasksets.0.total_epochs": ("repeat_time", "did you mean 'repeat_times'?"),
     "buffer.trainer_input.auxiliary_buffers.sft.max_read_timeout": ("pth", "did you mean 'path'?"),
     "stages.0.trainer.use_dynamic_bsz": ("grad_clp", "did you mean 'grad_clip'?"),
     "trainer.save_strategy": ("save_intervall", "did you mean 'save_interval'?"),
-    "synchronizer.sync_timeout": ("sync_intervals", "did you mean 'sync_interval'?"),
-    "model.lora_configs.0.is_dummy": ("rank_of_it", "unknown setting"),
     "cluster": ("modell", "did you mean 'model'?"),
 }
 
@@ -350,7 +272,6 @@ def test_keys_for_what_only_trinity_has(key):
 
 
 def test_settings_are_kept_with_the_run(tmp_path):
-    """What can be dumped can be read again."""
     settings = loaded(tmp_path, "cluster.node_num=1")
     again = rlkit.config.dump(settings)
     assert again["without_effect"] == ["cluster"]
@@ -359,30 +280,11 @@ def test_settings_are_kept_with_the_run(tmp_path):
     assert rlkit.config.dump(recipes.load(path)) == again
 
 
-def test_a_file_has_no_splits(tmp_path, capsys):
-    """What would be held out would be what is trained."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
-    (tmp_path / "run.yaml").write_text("backend: toy\nalgorithm: {algorithm_type: grpo}\n", "utf-8")
-    task = f"buffer.explorer_input.taskset.path={tmp_path / 'rows.jsonl'}"
-    held_out = f"buffer.explorer_input.eval_tasksets=[{{path: {tmp_path / 'rows.jsonl'}, split: test}}]"
-    assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task]) == 0
-    assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task, held_out]) == 2
-    expected = "eval_tasksets[0].split: is 'test'; expected train (any other split needs a separate file"
-    assert expected in capsys.readouterr().err
-
-
 def test_what_has_no_effect_is_said(tmp_path, caplog):
-    """Settings of a critic or a teacher that the algorithm does not have, and epochs beside a number of steps."""
     right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
-    (tmp_path / "run.yaml").write_text("", "utf-8")
-    more = [
-        "trainer.critic_warmup=2",
-        "explorer.auxiliary_models=[{model_path: x}]",
-        "buffer.total_epochs=9",
-        "--check",
-    ]
+    more = ["trainer.critic_warmup=2", "explorer.auxiliary_models=[{model_path: x}]", "buffer.total_epochs=9"]
     with caplog.at_level("INFO", "rlkit.recipes"):
-        assert cli.main(["train", str(tmp_path / "run.yaml"), *right, *more]) == 0
+        assert train(tmp_path, *right, *more, "--check") == 0
     assert "without effect: trainer.critic_warmup (grpo has no critic)" in caplog.text
     assert "without effect: explorer.auxiliary_models (grpo has no teacher)" in caplog.text
     assert "without effect: buffer.total_epochs (total_steps sets the length)" in caplog.text
@@ -390,40 +292,36 @@ def test_what_has_no_effect_is_said(tmp_path, caplog):
 
 
 def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path, recwarn):
-    """By the whole key, with what it was and is."""
     right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 2)
-    (tmp_path / "run.yaml").write_text("", "utf-8")
-    assert cli.main(["train", str(tmp_path / "run.yaml"), *right, "buffer.total_steps=1"]) == 0
+    assert train(tmp_path, *right, "buffer.total_steps=1") == 0
     assert not [w for w in recwarn if "has changed" in str(w.message)]
-    assert cli.main(["train", str(tmp_path / "run.yaml"), *right, "algorithm.algorithm_type=rloo"]) == 0
+    assert train(tmp_path, *right, "algorithm.algorithm_type=rloo") == 0
     (warned,) = [str(w.message) for w in recwarn if "has changed" in str(w.message)]
     assert "algorithm.algorithm_type from 'grpo' to 'rloo', buffer.total_steps from 1 to 2" in warned
 
 
 def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
-    """``--import`` brings what a file of this folder registers; one that is not there is named."""
+    """``--import`` brings what a file of this folder registers; one that does not exist is named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "own_rewards.py").write_text(
-        "from rlkit import recipes\n\n\n@recipes.rewards.register('loud')\ndef loud(action, answer):\n"
-        "    return float(action.isupper())\n"
+    text = (
+        "from rlkit import recipes\n\nrecipes.rewards.register('loud')(lambda action, answer: float(action.isupper()))"
     )
+    (tmp_path / "own_rewards.py").write_text(text)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
-    (tmp_path / "run.yaml").write_text("backend: toy\nalgorithm: {algorithm_type: grpo}\n", "utf-8")
-    task = "buffer.explorer_input.taskset"
-    words = ["train", "run.yaml", f"{task}.path=rows.jsonl", f"{task}.default_reward_fn_type=loud", "--check"]
-    assert cli.main(words) == 2
+    task = "buffer.explorer_input.taskset={path: rows.jsonl, default_reward_fn_type: loud}"
+    words = ["backend=toy", "algorithm.algorithm_type=grpo", task, "--check"]
+    assert train(tmp_path, *words) == 2
     assert "no reward function named 'loud'" in capsys.readouterr().err
     try:
-        assert cli.main([*words, "--import", "own_rewards"]) == 0
+        assert train(tmp_path, *words, "--import", "own_rewards") == 0
     finally:
         recipes.rewards.pop("loud", None)
-    assert cli.main([*words, "--import", "own_reward"]) == 2
+    assert train(tmp_path, *words, "--import", "own_reward") == 2
     assert "no such module" in capsys.readouterr().err
 
 
 def test_every_key_is_read():
-    """Every key of the classes is read by its name somewhere else."""
     folder, settings = Path(recipes.__file__).parent, importlib.import_module("rlkit.recipes.settings")
     text = "\n".join(path.read_text("utf-8") for path in folder.glob("*.py") if path.stem != "settings")
     kinds = [kind for kind in vars(settings).values() if isinstance(kind, type) and attrs.has(kind)]

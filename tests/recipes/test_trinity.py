@@ -21,9 +21,8 @@ import torch
 import rlkit
 from rlkit import losses, recipes
 from rlkit.credit import Item
-from rlkit.recipes import algorithms, loop
+from rlkit.recipes import loop
 from rlkit.recipes.algorithms import resolve
-from rlkit.recipes.settings import Algorithm
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 from tests.recipes.problems import loaded
@@ -74,7 +73,8 @@ def played(multi, size=4):
 
 def gradients(name, own=()):
     """(advantages, gradient) of an algorithm on the batch, as a step computes them."""
-    method = resolve(Algorithm(algorithm_type=name, **settings(own)))
+    given = [f"algorithm.{key}={value}" for key, value in {"algorithm_type": name, **dict(own)}.items()]
+    method = resolve(recipes.load(overrides=given).algorithm)
     logprobs = [np.array(row) for row in GIVEN["logprobs"]]
     found = None
     if method.recipe.data in ("rollouts", "mixed"):
@@ -107,18 +107,6 @@ def gradients(name, own=()):
     return found, [x.numpy() for x in result.driver]
 
 
-def settings(own):
-    """Keys of the section algorithm, as a file has them."""
-    found: dict = {}
-    for key, value in dict(own).items():
-        where, _, name = key.rpartition(".")
-        if where:
-            found.setdefault(where, {})[name] = value
-        else:
-            found[key] = value
-    return found
-
-
 CLIPPED = {"grpo", "grpo_verl", "rloo", "reinforceplusplus", "gigpo", "multi_step_grpo", "ppo", "on_policy_distill"}
 CLIPPED |= {"jsd", "mix", "dapo"}
 OTHERS = {
@@ -132,12 +120,6 @@ def defaults_of_theirs(name):
     """Settings that make an algorithm Trinity's; docs/recipes.md has the same table."""
     found = {"kl_loss_fn_args.kl_coef": 0.001} if CASES[name]["settings"]["kl_loss_fn"] != "none" else {}
     return found | ({"policy_loss_fn_args.clip_ratio_c": 3.0} if name in CLIPPED else {}) | OTHERS.get(name, {})
-
-
-def test_every_algorithm_of_theirs_is_here():
-    """By name; cpt is sft on all tokens of a text, dr_grpo is rlkit's name."""
-    assert {*CASES, "cpt", "dr_grpo"} <= set(algorithms.registry)
-    assert resolve(Algorithm(algorithm_type="cpt")).loss == resolve(Algorithm(algorithm_type="sft")).loss
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -202,17 +184,3 @@ def test_what_changes_training_is_said_last(tmp_path, caplog):
     caplog.clear()
     recipes.check(loaded(tmp_path, f"{buffer}={{replay_buffer: {{enable: false}}}}"))
     assert caplog.messages == []
-
-
-def test_names_of_newer_files_are_refused(tmp_path):
-    """An algorithm and a reward that are not here, by name."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n", "utf-8")
-    task = f"{{path: {rows}, default_reward_fn_type: rlcr_reward, default_workflow_type: simple_workflow}}"
-    for more, part in (
-        ("algorithm.algorithm_type=m2po", "no algorithm named 'm2po'"),
-        (f"buffer.explorer_input.taskset={task}", "no reward function named 'rlcr_reward'"),
-    ):
-        with pytest.raises(rlkit.UnknownNameError) as refusal:
-            recipes.check(recipes.load(overrides=["algorithm.algorithm_type=grpo", "backend=toy", more]))
-        assert part in str(refusal.value)

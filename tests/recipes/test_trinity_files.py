@@ -66,13 +66,8 @@ TRUTH = {"target": 12, "numbers": [6, 6]}
 def rows(form, *, learnt):
     """A row of the fields that are asked for."""
     row: dict = {}
-    for key, default, value in (
-        ("prompt_key", "prompt", "6 + 6?"),
-        ("response_key", "response", "#### 12"),
-        ("chosen_key", "chosen", "12"),
-        ("rejected_key", "rejected", "13"),
-    ):
-        *path, last = (form.get(key) or default).split(".")
+    for name, value in {"prompt": "6 + 6?", "response": "#### 12", "chosen": "12", "rejected": "13"}.items():
+        *path, last = (form.get(f"{name}_key") or name).split(".")
         at = row
         for part in path:
             at = at.setdefault(part, {})
@@ -127,7 +122,6 @@ def without(given):
 
 
 def test_the_table_is_whole():
-    """docs/recipes.md has the numbers."""
     assert len(FILES) == 60
     assert REFUSED.keys() <= FILES.keys()
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
@@ -178,14 +172,12 @@ def one_step(name, folder, backend, stored, model):
         if given.get("explorer", {}).get("auxiliary_models"):
             own += [f"explorer.auxiliary_models.0.model_path={options.get('model', 'toy')}"]
         settings = recipes.load(path, [*own, *STEP])
-        if settings.algorithm.repeat_times and settings.algorithm.repeat_times > 2:
+        if (settings.algorithm.repeat_times or 0) > 2:
             settings = recipes.load(path, [*own, *STEP, "algorithm.repeat_times=2"])
         (outcome,) = recipes.run(settings)
-    kind = FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
-    assert settings.algorithm.algorithm_type == kind
+    assert settings.algorithm.algorithm_type == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
     names = {key for row in read_metrics(outcome.folder) for key in row["metrics"]}
-    played = settings.mode == "explore"
-    assert ("env/" in " ".join(names)) if played else "train/updates" in names, names
+    assert ("env/" in " ".join(names)) if settings.mode == "explore" else "train/updates" in names, names
 
 
 @pytest.mark.parametrize("backend", ["toy", "local", "fake"])
@@ -204,10 +196,7 @@ def test_files_that_train(backend, tmp_path, stored, model):
 
 @for_each("name", FILES)
 def test_files_load(name, tmp_path_factory, stored):
-    """All keys and values are read before anything is connected, or what a file really needs is named.
-
-    With that left out, no other key of its is in the way.
-    """
+    """Or what a file really needs is named, before anything is connected; no other key of its is in the way."""
     folder = tmp_path_factory.mktemp("file")
     own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
 

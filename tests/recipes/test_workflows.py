@@ -23,6 +23,7 @@ from rlkit.recipes.job import read_critic_loss, read_operators
 from rlkit.recipes.loop import is_truncated
 from rlkit.recipes.settings import ExplorerInput, Format, Operator, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.each import for_each
 from tests.recipes.problems import curve, loaded, played
 
 REWARDS = json.loads(Path(__file__).with_name("trinity_rewards.json").read_text("utf-8"))
@@ -35,9 +36,8 @@ OTHERWISE = {  # where rlkit decides otherwise: the last box counts, with or wit
 }
 
 
-@pytest.mark.parametrize("case", REWARDS["cases"], ids=lambda case: f"{case['reward']}-{len(case['args'])}")
+@for_each("case", REWARDS["cases"], ids=lambda case: f"{case['reward']}-{len(case['args'])}")
 def test_rewards_of_trinity(case):
-    """By the same name the same reward, for answers of many forms."""
     pytest.importorskip("math_verify")
     score = scoring.bind_reward(case["reward"], case["args"])
     for text, expected in zip(case.get("texts", REWARDS["texts"]), case["values"], strict=True):
@@ -47,12 +47,9 @@ def test_rewards_of_trinity(case):
 
 def test_boxed_and_dapo_rewards_of_trinity():
     """Each response and truth has the score that Trinity's classes give it, which compare texts and compute nothing."""
-    wrong = []
-    for response, truth, *expected in REWARDS["math"]["pairs"]:
-        for name, value in zip(("math_boxed_reward", "math_dapo_reward"), expected, strict=True):
-            if scoring.bind_reward(name, {})(Action(response), truth) != value:
-                wrong.append((name, response, truth, value))
-    assert not wrong
+    scores = [scoring.bind_reward(name, {}) for name in ("math_boxed_reward", "math_dapo_reward")]
+    pairs = REWARDS["math"]["pairs"]
+    assert [[said, truth, *(score(Action(said), truth) for score in scores)] for said, truth, *_ in pairs] == pairs
     assert scoring.bind_reward("math_boxed_reward_naive_dapo", {})(Action("$7$"), 7) == 1.0
 
 
@@ -67,12 +64,14 @@ def test_verdicts_on_any_text(said, truth):
 
 
 def test_rewards_that_compute():
-    """By names of their own, answers in a box that are equal in value."""
     pytest.importorskip("math_verify")
     for name, wrong in (("algebra_boxed_reward", 0.0), ("algebra_dapo_reward", -1.0)):
         score = scoring.bind_reward(name, {})
         said = ("\\boxed{\\frac{14}{2}}", "\\boxed{8}", "7")
         assert [score(Action(text), "7") for text in said] == [1.0, wrong, wrong]
+    assert (
+        scoring.bind_reward("answer_reward", {})(Action("It is 1200."), "Twice 600. #### 1,200") == 1.0
+    )  # GSM8K's form
     thinking = scoring.bind_reward("algebra_boxed_reward", {"with_think": True, "format_score_coef": 0.25})
     assert [thinking(Action(f"{said}\\boxed{{7}}"), "7") for said in ("", "<think>a</think>")] == [0.75, 1.0]
 
@@ -86,14 +85,7 @@ def test_an_error_in_a_reward_names_it(tmp_path):
     assert named(functools.partial(test_operators, 1)) == "'test_operators'"
 
 
-def test_rewards_of_our_own_are_0_or_1():
-    for name in ("answer_reward", "boxed_reward", "exact_match", "contains"):
-        texts = ("\\boxed{7}" if name == "boxed_reward" else "7", "8")
-        assert [scoring.bind_reward(name, {})(Action(text), "7") for text in texts] == [1.0, 0.0]
-
-
 def test_a_formula_is_read_and_not_run():
-    """Numbers and four operations; what would take for ever, or is a program, is no formula."""
     score = scoring.bind_reward("countdown_reward", {})
     row = {"target": 1, "numbers": [9, 9, 9]}
     for text in ("9 ** 9 ** 9", "__import__('os').getpid() + 9 + 9 + 9", "9 if 9 else 9", "((" * 600 + "9 9 9"):
@@ -118,9 +110,8 @@ def task(folder, kind=None, *, row=None, name="rows.jsonl", **more):
     path = folder / name
     path.write_text(json.dumps(row or {"prompt": "9 + 9?", "response": "18"}) + "\n", "utf-8")
     form = more.pop("format", Format())
-    made = tasks.make_tasks(
-        Taskset(path=str(path), default_workflow_type=kind, format=form, **more), ExplorerInput(), "tasks"
-    )
+    taskset = Taskset(path=str(path), default_workflow_type=kind, format=form, **more)
+    made = tasks.make_tasks(taskset, ExplorerInput(), "tasks")
     env = made[0].make()
     return env, env.reset(0)
 
@@ -132,24 +123,19 @@ def test_prompts_of_workflows(tmp_path):
         assert [m["role"] for m in said] == ["system", "user"]
         assert "<think> reasoning process here </think>" in said[0]["content"]
         assert env.step(Action("18")).reward == 0.9
-        env, said = task(tmp_path, kind)
-        assert env.step(Action("<think>9</think><answer>18</answer>")).reward == 1.1
     assert task(tmp_path, "math_workflow", default_reward_fn_type="answer_reward")[1] == "9 + 9?"
     assert task(tmp_path, "math_workflow", format=Format(system_prompt="Hi"))[1] == "9 + 9?"
-    env, said = task(tmp_path, "math_boxed_workflow")
-    assert said[0]["content"].endswith(r"\boxed{}.")
-    assert env.step(Action(r"\boxed{18}")).reward == 1.0
-    env, said = task(tmp_path, "math_boxed_workflow", workflow_args={"with_think": True, "format_score_coef": 0.25})
-    assert env.step(Action(r"\boxed{18}")).reward == 0.75
-    env, said = task(tmp_path, "on_policy_distill_math_workflow")
-    assert said[1]["content"].startswith("9 + 9?\nPlease reason")
+    for args, reward in ({}, 1.0), ({"with_think": True, "format_score_coef": 0.25}, 0.75):
+        env, said = task(tmp_path, "math_boxed_workflow", workflow_args=args)
+        assert said[0]["content"].endswith(r"\boxed{}.")
+        assert env.step(Action(r"\boxed{18}")).reward == reward
+    assert task(tmp_path, "on_policy_distill_math_workflow")[1][1]["content"].startswith("9 + 9?\nPlease reason")
     env, said = task(tmp_path, "on_policy_distill_workflow", row={"prompt": "Hi"})
     assert (said, env.step(Action("18")).reward) == ("Hi", 0.0)
     own = {"prompt": "9 + 9?", "response": "18", "who": "You count."}
     _, said = task(tmp_path, "math_workflow", row=own, format=Format(system_prompt_key="who"))
     assert said[0] == {"role": "system", "content": "You count."}
-    env, said = task(tmp_path, "simple_workflow")
-    assert (said, env.step(Action("18")).reward) == ("9 + 9?", 1.0)
+    assert task(tmp_path, "simple_workflow")[1] == "9 + 9?"
 
 
 def test_prompts_of_base_models(tmp_path):
@@ -158,10 +144,8 @@ def test_prompts_of_base_models(tmp_path):
     chat = attrs.evolve(job, form=Format(system_prompt="Hi.")).chat(rlkit.connect("toy").tokenizer)
     text = lambda prompt: chat.tokenizer.decode(chat.start(prompt).prompt, skip_special=False)  # noqa: E731
     base = {"kind": "math_boxed_workflow", "workflow_args": {"use_base": True}}
-    default = (
-        "System:Please reason step by step, and put your final answer within \\boxed{}.\nUser:\n9 + 9?\nAssistant:\n"
-    )
     bare = "User:\n9 + 9?\nAssistant:\n"
+    default = f"System:Please reason step by step, and put your final answer within \\boxed{{}}.\n{bare}"
     for form, expected in (
         (Format(), default),
         (Format(raw=True), default),
@@ -171,16 +155,15 @@ def test_prompts_of_base_models(tmp_path):
         assert text(task(tmp_path, **base, format=form)[1]) == expected
     assert text(task(tmp_path, "simple_workflow", format=Format(raw=True))[1]) == "9 + 9?"
     path = tmp_path / "rows.jsonl"
-    own = (
-        f"buffer.explorer_input={{default_workflow_type: math_boxed_workflow, taskset: {{path: {path}, workflow_args: "
-    )
-    own += f"{{use_base: true}}, format: {{system_prompt: Add.}}}}, eval_tasksets: [{{path: {path}, format: "
-    own += "{system_prompt: Hi.}}]}"
+    taskset, held = ({"path": str(path), "format": {"system_prompt": text}} for text in ("Add.", "Hi."))
+    taskset["workflow_args"] = {"use_base": True}
+    given = {"default_workflow_type": "math_boxed_workflow", "taskset": taskset, "eval_tasksets": [held]}
+    own = f"buffer.explorer_input={json.dumps(given)}"
     more = ["backend=toy", f"checkpoint_root_dir={tmp_path}", "algorithm.algorithm_type=grpo"]
     (job,) = recipes.check(recipes.load(overrides=[own, *more]))
     assert job.form.system_prompt == "Hi."
     with pytest.raises(rlkit.ConfigError, match=r"format.system_prompt: is 'Add.' in one place but 'Hi.' in another"):
-        recipes.check(recipes.load(overrides=[own.replace("use_base: true", "use_base: false"), *more]))
+        recipes.check(recipes.load(overrides=[own.replace("true", "false"), *more]))
 
 
 def test_fields_within_fields(tmp_path):
@@ -192,8 +175,6 @@ def test_fields_within_fields(tmp_path):
     assert data.get_field({"a.b": 1, "a": {"b": 2}}, "a.b", "x") == 1
     with pytest.raises(rlkit.DataError, match=r"x: has the fields \['a'\]; expected a field 'a\.b' that is not null"):
         data.get_field({"a": {"b": None}}, "a.b", "x")
-    with pytest.raises(rlkit.DataError, match="a field 'reward_model.ground_truth'"):
-        task(tmp_path, row={"prompt": "a", "reward_model": "18"}, format=form)
 
 
 def write(path, *values):
@@ -213,16 +194,17 @@ def test_folders_of_splits(tmp_path):
     for i in (1, 0):
         write(tmp_path / "b" / "main" / "data" / f"train-0000{i}-of-00002.jsonl", {"x": i})
     assert read("b", "train", subset="main") == [0, 1]
-    with pytest.raises(
-        rlkit.ConfigError, match=r"t.split: the folder .* has test.jsonl, train.jsonl; expected dev.jsonl"
-    ):
+    what = r"t.split: the folder .* has test.jsonl, train.jsonl; expected dev.jsonl"
+    with pytest.raises(rlkit.ConfigError, match=what):
         read("a", "dev")
     write(tmp_path / "c.jsonl", {"x": 1, "split": "train"}, {"x": 2, "split": "test"}, {"x": 3})
     assert (read("c.jsonl", "train"), read("c.jsonl", "test")) == ([1, 3], [2])
     with pytest.raises(rlkit.ConfigError, match="t.split: is 'dev'; expected test or train"):
         read("c.jsonl", "dev")
     write(tmp_path / "gsm_test.jsonl", {"x": 5})
-    assert read("gsm_test.jsonl", "test") == [5]
+    assert read("gsm_test.jsonl", "test") == read("gsm_test.jsonl", "train") == [5]
+    with pytest.raises(rlkit.ConfigError, match="is 'test'; expected train .any other split needs a separate file"):
+        read("a/train.jsonl", "test")
 
 
 def trajectory(reward, stop="stop", n=2):
@@ -230,7 +212,6 @@ def trajectory(reward, stop="stop", n=2):
 
 
 def test_operators():
-    """Each in its order; what they leave out is counted."""
     groups = [Group([trajectory(r) for r in given]) for given in ((1.0, 0.0, -1.0), (1.0, 1.0), (0.0, -1.0))]
     of = lambda *given: read_operators([Operator(name, args) for name, args in given])  # noqa: E731
     left = lambda operators: [g.rewards.tolist() for g in operators.apply(groups)[0]]  # noqa: E731
@@ -255,31 +236,20 @@ def test_answers_that_were_cut_do_not_train(tmp_path):
     assert numbers.get("train/datums", 0.0) < with_all["train/datums"]
 
 
-def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
-    """Each set its own top_p and top_k, beside training that samples from the whole distribution."""
-    seen = []
-    evaluate = loop.evaluate_sync
-    monkeypatch.setattr(
-        loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
-    )
-    sets = "[{name: one, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_p: 0.5}}, "
-    sets += "{name: two, default_workflow_type: write, workflow_args: {letters: a}, "
-    sets += "rollout_args: {top_k: 1}}]"
-    played(tmp_path, f"buffer.explorer_input.eval_tasksets={sets}", steps=1)
-    assert [(p.top_p, p.top_k) for p in seen[:2]] == [(0.5, -1), (1.0, 1)]
-
-
-def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
-    """Episodes that train are sampled with it where the loss takes no ratio."""
-    seen = []
-    play = loop.play_step
-    monkeypatch.setattr(loop, "play_step", lambda *a: seen.append(a[2].params.top_p) or play(*a))
-    played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
-    assert seen == [0.9]
+def test_task_sets_cut_as_they_like(tmp_path, monkeypatch):
+    """Evaluations, and episodes that train where the loss takes no ratio."""
+    seen, evaluate, play = [], loop.evaluate_sync, loop.play_step
+    note = lambda params: seen.append((params.top_p, params.top_k))  # noqa: E731
+    monkeypatch.setattr(loop, "evaluate_sync", lambda *a, plan, **k: note(plan.params) or evaluate(*a, plan=plan, **k))
+    monkeypatch.setattr(loop, "play_step", lambda *a: note(a[2].params) or play(*a))
+    write = {"default_workflow_type": "write", "workflow_args": {"letters": "a"}}
+    sets = [{**write, "name": name, "rollout_args": {name: value}} for name, value in (("top_p", 0.5), ("top_k", 1))]
+    more = [f"buffer.explorer_input.eval_tasksets={json.dumps(sets)}"]
+    played(tmp_path, *more, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
+    assert seen[:3] == [(0.5, -1), (1.0, 1), (0.9, -1)]
 
 
 def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
-    """enable_thinking: false is satisfied and said; true is refused by such a template."""
     tokenizer = rlkit.connect("toy").tokenizer
     (job,) = recipes.check(loaded(tmp_path, "model.enable_thinking=false"))
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
@@ -307,39 +277,19 @@ def test_the_critics_settings_of_verl(tmp_path, caplog):
         recipes.check(loaded(tmp_path, *more, "algorithm.critic_lr=0.01", algorithm="ppo"))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_a_task_sets_temperature_against_the_service(tmp_path, temperature):
-    """A service that trains at temperature 1 is not given others; --check knows."""
+def test_a_task_sets_temperature_against_the_service(tmp_path):
     own = ["backend=tinker", "model.tinker.base_model=toy", "model.tinker.enable=true"]
-    own += [f"buffer.explorer_input.taskset.rollout_args.temperature={temperature}"]
-    settings = loaded(tmp_path, *own)
-    if temperature == 1.0:
-        assert recipes.check(settings)
-        return
-    with pytest.raises(
-        rlkit.ConfigError, match=r"taskset.rollout_args.temperature: is 0.7; expected 1, or options.off"
-    ):
-        recipes.check(settings)
+    key = "buffer.explorer_input.taskset.rollout_args.temperature"
+    assert recipes.check(loaded(tmp_path, *own, f"{key}=1.0"))
+    with pytest.raises(rlkit.ConfigError, match="taskset.rollout_args.temperature: is 0.7; expected 1, or options.off"):
+        recipes.check(loaded(tmp_path, *own, f"{key}=0.7"))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "row", "missing"),
-    [
-        ("sft", {"prompt": "a"}, "response"),
-        ("sft", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, None),
-        ("dpo", {"prompt": "a", "chosen": "b"}, "rejected"),
-        ("cpt", {"response": "b"}, "prompt"),
-        ("cpt", {"prompt": "ab"}, None),
-        ("mix", {"prompt": "a"}, "response"),
-    ],
-)
-def test_fields_of_rows_that_are_learnt_from(tmp_path, algorithm, row, missing):
-    """A row without what it is to be read by is found by --check, before anything is connected."""
-    write(tmp_path / "rows.jsonl", {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}, row)
-    part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
-    settings = loaded(tmp_path, f"buffer.trainer_input.{part}.path={tmp_path / 'rows.jsonl'}", algorithm=algorithm)
-    if missing is None:
-        assert recipes.check(settings)
-        return
-    with pytest.raises(rlkit.DataError, match=f"row 1: has the fields .* a field '{missing}'"):
-        recipes.check(settings)
+def test_fields_of_rows_that_are_learnt_from(tmp_path):
+    path, right = tmp_path / "rows.jsonl", {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}
+    for algorithm, field in (("sft", "response"), ("dpo", "rejected"), ("cpt", "prompt"), ("mix", "response")):
+        write(path, right, {key: value for key, value in right.items() if key != field})
+        part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
+        settings = loaded(tmp_path, f"buffer.trainer_input.{part}.path={path}", algorithm=algorithm)
+        with pytest.raises(rlkit.DataError, match=f"row 1: has the fields .* a field '{field}'"):
+            recipes.check(settings)
