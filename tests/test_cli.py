@@ -35,7 +35,6 @@ def test_version_and_help(monkeypatch, capsys):
 
 
 def test_words_may_follow_options():
-    """Where a command takes a list of words."""
     _, options = cli._parse(["train", "a.yaml", "x=1", "--check", "y=2"])
     assert (options.config, options.overrides, options.check) == ("a.yaml", ["x=1", "y=2"], True)
     _, options = cli._parse(["eval", "--greedy", "run", "--set", "a=1", "one", "--size", "3", "two"])
@@ -60,7 +59,6 @@ def test_words_may_follow_options():
     ],
 )
 def test_errors_are_one_line(capsys, words, message):
-    """An error of rlkit's is one line and status 2, without a traceback."""
     pytest.importorskip("peft")
     assert cli.main(words) == 2
     error = capsys.readouterr().err
@@ -88,7 +86,6 @@ def test_messages_of_other_libraries(monkeypatch, capsys):
 
 
 def test_a_bad_key_is_refused(monkeypatch, capsys):
-    """The message does not show it."""
     monkeypatch.setenv("RLKIT_SERVER_KEY", "hunter2")
     assert cli.main(["serve", "--backend", "toy", "--port", "0"]) == 2
     error = capsys.readouterr().err

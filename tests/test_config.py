@@ -71,7 +71,6 @@ def test_file_then_overrides(tmp_path):
 
 
 def test_overrides_reach_into_lists_and_mappings(tmp_path):
-    """By number, with or without brackets; a mapping is added to, a list is replaced."""
     path = written(tmp_path, "needed: x\nsizes: [1, 2, 3]\nextra: {a: 1, b/c: 2}\nanything: [{rank: 1}, {rank: 2}]\n")
     found = load(Settings, path, ["sizes.0=7", "sizes[2]=9", "anything.1.rank=5", "extra.b/c=4", "extra={d: 5}"])
     assert (found.sizes, found.anything) == ((7, 2, 9), [{"rank": 1}, {"rank": 5}])
@@ -196,7 +195,6 @@ CASES = [(text, None, match) for text, match in REFUSED.items()] + [("", *case) 
 
 @for_each(("text", "override", "match"), CASES)
 def test_what_is_refused(tmp_path, text, override, match):
-    """In one short line, soon, with the whole path of the key."""
     began = time.process_time()
     first = "" if "needed:" in text else "needed: x\nanything: [1]\nsizes: [1, 2]\n" if override else "needed: x\n"
     with pytest.raises(rlkit.ConfigError, match=match) as caught:
@@ -233,8 +231,6 @@ def test_each_setting_is_described_in_a_line():
 
 
 def test_words_that_yaml_reads_as_booleans():
-    """Where a word is one of the choices, it is that word: template=no."""
-
     @attrs.frozen
     class Words:
         template: Literal["game", "no"] = "game"

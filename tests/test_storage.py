@@ -38,7 +38,6 @@ def fields(value):
 @examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.lists(trajectories(), max_size=3), st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(tmp_path_factory, members, text):
-    """Tokens, float32 logprobs and float64 rewards, and any text."""
     path = tmp_path_factory.mktemp("storage") / "groups.jsonl"
     members = [Trajectory(t.turns, tags={text: text}, messages=[{"role": "user", "content": text}]) for t in members]
     group = Group(members, failures=[Failure(text, "OSError", text)], env=text, number=3, step=9, index=1)
@@ -91,7 +90,6 @@ def test_a_line_can_be_read_by_people_and_is_linear(tmp_path):
 
 
 def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
-    """Cut anywhere; and the next append does not touch it."""
     path = tmp_path / "a.jsonl"
     append(path, [odd()])
     whole = path.read_bytes()
@@ -139,7 +137,6 @@ def test_files_that_can_not_be_used(tmp_path):
 
 
 def test_one_group_is_a_list_of_one(tmp_path):
-    """Other objects are refused, and nothing is written or kept."""
     group, replay = Group([]), Replay(max_age=1)
     for take in (lambda groups: append(tmp_path / "one.jsonl", groups), replay.add):
         for wrong in (None, "groups", [group, 3], 3):

@@ -18,21 +18,19 @@ class Stopped(Exception):
     """The run was cut off, for a test."""
 
 
-def train(folder, steps, *, backend="toy", cut=None, damage=None, seen=None, every=1, seed=7, **options):
+def train(folder, steps, *, name="toy", cut=None, seen=None, every=1, **options):
     """Runs until ``steps``, or is cut off in the middle of step ``cut``. Returns what each step saw, by step."""
     seen = {} if seen is None else seen
-    with Run(folder, seed=seed, trackers=()) as run:
-        policy = run.connect(backend, **options)
+    with Run(folder, seed=7, trackers=()) as run:
+        policy = run.connect(name, **options)
         kl = run.keep("kl", losses.kl.adaptive_coefficient(coef=0.1, target=0.01, horizon=10))
         noise = run.rng("noise")
         reference = policy.base_sampler().result()
-        if damage is not None:
-            damage(run, policy, noise)
         for step in run.steps(steps):
-            names = run.batch(PROMPTS, 2)
+            prompts = run.batch(PROMPTS, 2)
             sampler = policy.sampler().result()
             params = rlkit.SamplingParams(max_tokens=4, stop=())
-            groups = [sampler.sample(policy.tokenizer.encode(name), params, n=3) for name in names]
+            groups = [sampler.sample(policy.tokenizer.encode(text), params, n=3) for text in prompts]
             data, rewards = [], []
             for group in groups:
                 samples = group.result()
@@ -51,7 +49,7 @@ def train(folder, steps, *, backend="toy", cut=None, damage=None, seen=None, eve
                     raise Stopped
                 metrics += [fb.result().metrics["loss:sum"], op.result()["grad_norm:mean"]]
             kl.update(abs(metrics[0]), len(data))
-            seen[step] = (names, rewards, metrics, kl.coef, tuple(int(t) for d in data for t in d.tokens))
+            seen[step] = (prompts, rewards, metrics, kl.coef, tuple(int(t) for d in data for t in d.tokens))
             run.checkpoint(policy, every=every)
         probe = policy.forward([rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1])]).result().logprobs[0]
     return seen, hashlib.sha256(probe.tobytes()).hexdigest()

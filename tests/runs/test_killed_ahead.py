@@ -31,34 +31,31 @@ def killed(folder, **settings):
 
 
 def rows(folder):
-    """What is logged of each step."""
     names = ("loss", "norm", "drawn", "lag")
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], *(line["metrics"][name] for name in names)) for line in lines if "drawn" in line["metrics"]]
 
 
 @pytest.mark.parametrize(
-    ("interval", "every", "kills"),
-    [(1, 1, [(0, "asked"), (3, "trained")]), (2, 1, [(1, "saved"), (4, "asked")]), (3, 2, [(2, "trained")])],
+    ("settings", "kills"),
+    [
+        ({"interval": 1}, [(0, "asked"), (3, "trained")]),
+        ({"interval": 2}, [(1, "saved"), (4, "asked")]),
+        ({"interval": 3, "every": 2}, [(2, "trained")]),
+        ({"interval": 2, "backend": "local", "device": "cpu"}, [(2, "trained")]),
+    ],
 )
-def test_snapshots_go_on_to_the_bit(tmp_path, interval, every, kills):
+def test_snapshots_go_on_to_the_bit(tmp_path, settings, kills):
     """Killed with SIGKILL anywhere, with or without a snapshot at every step: the same curve, the same weights."""
-    settings = {"steps": 6, "interval": interval, "every": every}
+    settings = {"steps": 6, **settings}
+    if "backend" in settings:
+        settings["model"] = str(build("llama", tmp_path / "model"))
     expected = train(tmp_path / "whole", **settings)
     for hang in kills:
         killed(tmp_path / "parts", **settings, hang=hang)
     assert train(tmp_path / "parts", **settings) == expected
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     assert len(rows(tmp_path / "parts")) == 6
-
-
-def test_the_local_backend_goes_on_to_the_bit(tmp_path):
-    model = str(build("llama", tmp_path / "model"))
-    settings = {"steps": 4, "interval": 2, "backend": "local", "model": model, "device": "cpu"}
-    expected = train(tmp_path / "whole", **settings)
-    killed(tmp_path / "parts", **settings, hang=(2, "trained"))
-    assert train(tmp_path / "parts", **settings) == expected
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
 def test_in_flight_nothing_is_lost(tmp_path):

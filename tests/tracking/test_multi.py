@@ -66,7 +66,6 @@ def test_everything_reaches_every_tracker_in_order():
 
 
 def test_a_tracker_that_hangs_blocks_neither_the_run_nor_the_others(caplog):
-    """A hundred steps return while it hangs; what had no room is counted, with one warning; closing is bounded."""
     before = set(threading.enumerate())
     stuck, kept = Kept(go=False), Kept(inline=True)
     multi = MultiTracker([stuck, kept], capacity=10, timeout=30.0)
@@ -111,7 +110,6 @@ def test_a_tracker_that_fails_is_counted_with_one_warning(caplog):
 
 
 def test_numbers_are_taken_as_they_are_when_they_are_logged():
-    """What the loop changes afterwards is not what a slow tracker sees."""
     stuck = Kept(go=False)
     multi = MultiTracker([stuck])
     metrics, advantages = {"a": np.array(1.0)}, [np.array([1.0, 2.0])]
@@ -126,7 +124,6 @@ def test_numbers_are_taken_as_they_are_when_they_are_logged():
 
 
 def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(caplog):
-    """Calls that make no sense do not end the run."""
     kept = Kept()
     with MultiTracker([kept]) as multi:
         multi.log({"a": "x", 1: 1.0, "b": 2.0}, 3)
@@ -156,7 +153,6 @@ def test_bad_arguments(trackers, options, says):
 
 
 def test_trackers_by_name(tmp_path, capsys):
-    """With defaults that suit a run's folder; importing one needs none of the packages."""
     assert all(callable(registry[name]) for name in ("wandb", "tensorboard", "trackio", "mlflow"))
     with MultiTracker([for_run(name, tmp_path / "r") for name in ("jsonl", "console")]) as multi:
         multi.log({"train/loss": 0.5}, 0)
