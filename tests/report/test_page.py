@@ -180,10 +180,11 @@ def test_long_runs_are_shown_in_part(tmp_path):
 
 
 def test_an_empty_run_and_lines_that_cannot_be_read(tmp_path):
-    (tmp_path / "config.json").write_text("not json")
-    path = write(tmp_path, tmp_path / "x.html")
-    assert "0 steps" in path.read_text()
-    assert data(path, "index")["columns"]["step"] == []
+    for text in ("3", "Infinity", "[" * 5000, "{", "\ud800", '{"clip": Infinity, "x": [NaN, 1e999]}'):
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        path = write(tmp_path, tmp_path / "x.html")
+        assert "0 steps" in path.read_text()
+        assert data(path, "index")["columns"]["step"] == []
     build.run(tmp_path, 2, n=1)
     with (tmp_path / "trajectories.jsonl").open("a") as file:
         file.write('{"format": "rlkit.group", "version": 99}\n\n{"a": 1}\n[1]\n{"format": "rlkit.gro')
