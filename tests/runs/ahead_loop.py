@@ -11,26 +11,16 @@ import threading
 
 import rlkit
 from rlkit import credit
-from rlkit.envs import StepResult, Tasks
+from rlkit.envs import Tasks
 from rlkit.rollouts import Plan, async_rollouts
+from tests.rollouts.parts import Counted
 
 MAX_LAG = 2
 PLAN = Plan(n=2, params=rlkit.SamplingParams(max_tokens=12, stop=()), seed=3)
 
 
-class Talk:
-    """Two turns."""
-
-    def reset(self, seed):
-        self.turns = 0
-        return f"Say {seed % 7}."
-
-    def step(self, action):
-        self.turns += 1
-        return StepResult("Go on.", reward=float(len(action) % 5), terminated=self.turns == 2)
-
-    def close(self):
-        pass
+class Talk(Counted):
+    turns = 2
 
 
 def train(folder, *, steps, backend="toy", in_flight=False, interval=1, every=1, hang=(-1, ""), **options):

@@ -68,38 +68,6 @@ def opened(folder):
     return found
 
 
-WORDS = [b"NaN", b"1e999", b"-1", b"null", b"[]", b"{}", b'"a"', b"9" * 5000, b"true", b"\\ud800", DEEP.encode()]
-
-
-def mutate(data, kind, draws):
-    at, length = int(draws.integers(max(1, len(data)))), int(draws.integers(1, 40))
-    part = data[at : at + length]
-    if kind == "cut":
-        return data[:at]
-    if kind == "value":  # another one for a digit
-        at = int(draws.choice([i for i, byte in enumerate(data) if chr(byte).isdigit()] or [0]))
-        return data[:at] + WORDS[draws.integers(len(WORDS))] + data[at + 1 :]
-    new = {"flip": bytes(byte ^ 4 for byte in part), "zero": bytes(len(part)), "noise": draws.bytes(length) + part}
-    return data[:at] + new[kind] + data[at + length :]
-
-
-@pytest.mark.parametrize("kind", ["flip", "cut", "zero", "noise", "value"])
-def test_mutations(tmp_path, whole, kind):
-    """One to a file, all files of the run in turn: it goes on from a checkpoint, or says what is wrong."""
-    draws, folder = np.random.default_rng([*kind.encode()]), tmp_path / "run"
-    for path in sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file()):
-        shutil.copytree(whole, folder)
-        data = (folder / path).read_bytes()
-        (folder / path).write_bytes(mutate(data, kind, draws))
-        began = time.process_time()
-        found = opened(folder)
-        assert found[0] in (4, 3, 2, rlkit.CheckpointError), (path, found)
-        if path.parts[0] in ("checkpoints", "policies") and (folder / path).read_bytes() != data:
-            assert found[0] in (4, 3, 2), (path, found)  # there are others
-        assert time.process_time() - began < 20
-        shutil.rmtree(folder)
-
-
 HOSTILE = {
     "step": [-1, 1.5, "4", None, True, 10**30],
     "seed": [-1, "0", 1.5, [0]],
@@ -229,17 +197,10 @@ def test_malicious_files(tmp_path_factory, whole, monkeypatch, case):
 
 def test_a_checkpoint_is_read_back_when_it_is_written(tmp_path, monkeypatch):
     """A file that a disk lost is an error of the step that saved it, not of the program that resumes from it."""
-
-    def save_and_lose(self, name, **options):
-        future = save(self, name, **options)
-        next(p for p in Path(future.result()).iterdir() if p.suffix == ".npz").write_bytes(b"")
-        return future
-
     with Run(tmp_path / "run", seed=0) as run:
         policy = run.connect("toy")
-        save = type(policy).save
-        for _ in run.steps(1):
-            monkeypatch.setattr(type(policy), "save", save_and_lose)
-            with pytest.raises(rlkit.CheckpointError, match="damaged"):
-                run.checkpoint(policy)
-            monkeypatch.undo()
+        saved = policy.save("lost")
+        (Path(saved.result()) / "toy.npz").write_bytes(b"")
+        monkeypatch.setattr(policy, "save", lambda name: saved)
+        with pytest.raises(rlkit.CheckpointError, match="damaged"):
+            run.checkpoint(policy)

@@ -49,6 +49,7 @@ def test_every_number_comes_back(value):
         text = json.dumps(encode("it", wrapped), allow_nan=False)
         found = inner(decode(json.loads(text)))
         assert same(found, value)
+        assert isinstance(found, np.ndarray) == isinstance(value, np.ndarray)
         if isinstance(value, np.ndarray):
             assert found.dtype == value.dtype
 

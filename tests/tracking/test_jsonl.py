@@ -82,22 +82,6 @@ def test_folders_and_positions_that_are_none(tmp_path):
             Jsonl(tmp_path / "run").rewind(0, position)
 
 
-@given(keep=st.integers(0, 200))
-def test_a_crash_harms_the_last_line_at_most(tmp_path_factory, keep):
-    """Cut anywhere, the file gives the whole lines before the cut, and what is logged next is whole."""
-    folder = tmp_path_factory.mktemp("run")
-    tracker = Jsonl(folder, clock=lambda: 0.0)
-    for step in range(3):
-        tracker.log({"a": float(step)}, step)
-    path = folder / "metrics.jsonl"
-    data = path.read_bytes()[:keep]
-    path.write_bytes(data)
-    whole = data.count(b"\n") + (1 if data and data.rpartition(b"\n")[2].endswith(b"}}") else 0)
-    assert [step for step, _ in logged(folder)] == list(range(whole))
-    Jsonl(folder).log({"a": 9.0}, 9)
-    assert [step for step, _ in logged(folder)] == [*range(whole), 9]
-
-
 @examples(50)  # many small files
 @given(
     steps=st.lists(st.integers(0, 12), max_size=20), at=st.integers(0, 13), torn=st.booleans(), stay=st.integers(0, 20)
