@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,15 +17,11 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import Sample
 from rlkit.backends import saves
 from rlkit.runs import Retention, Run, records
 from rlkit.tracking import read_metrics
-from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
-FILES = ["run.json", "config.json", "metrics.jsonl", "trajectories.jsonl"]
-GROUP = Group([Trajectory([Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)], tags={"a": 1})])
 DEEP = "[" * 20_000
 MAGIC = b"\x93NUMPY\x01\x00v\x00"
 
@@ -39,14 +36,12 @@ def whole(tmp_path_factory):
             noise.normal()
             kept["x"] += 1
             run.log({"train/loss": 0.5})
-            run.log_trajectories([GROUP], advantages=[1.0])
             run.checkpoint(policy, metrics={"score": 1.0})
     return folder
 
 
 def opened(folder):
-    """What opening the run, and reading it in every other way, comes to: a step, or the error's class."""
-    found, said = [], ""
+    """What opening the run comes to: a step, or the error's class. Other readers raise errors of rlkit's at most."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -55,16 +50,12 @@ def opened(folder):
                 run.rng("noise").normal()
                 run.keep("kept", {})
                 run.log({"train/loss": 0.5})
-                found.append(run.step)
+                found = run.step
         except rlkit.RlkitError as error:
-            found.append(type(error))
-            said = str(error)
-        assert len(said) < 2000
-        for read in (records, read_metrics, rlkit.report.write, lambda f: list(rlkit.storage.read(f / FILES[3]))):
-            try:
+            found = type(error) if len(str(error)) < 2000 else "too long"
+        for read in (records, read_metrics, rlkit.report.write):
+            with contextlib.suppress(rlkit.RlkitError):
                 read(folder)
-            except rlkit.RlkitError as error:
-                found.append(type(error))
     return found
 
 
@@ -102,8 +93,8 @@ def test_the_right_checksum(tmp_path_factory, whole, name, value):
         return {**content, name: value}
 
     saves.write(path.parent, "x", fill).rename(path)
-    found = opened(folder)
-    assert found[0] in ((4, rlkit.CheckpointError) if policy else (4, 3, rlkit.CheckpointError, rlkit.ConfigError))
+    allowed = (4, rlkit.CheckpointError, *(() if policy else (3, rlkit.ConfigError)))
+    assert opened(folder) in allowed
 
 
 class Bomb:
@@ -182,12 +173,12 @@ def test_malicious_files(tmp_path_factory, whole, monkeypatch, case):
     else:
         shutil.copytree(whole, tmp_path / "run")
         put(records(tmp_path / "run")[-1].path / "state.json")
-        assert opened(tmp_path / "run")[0] == 3
+        assert opened(tmp_path / "run") == 3
         put(tmp_path / "run/run.json")
-        assert opened(tmp_path / "run")[0] in (3, rlkit.CheckpointError)  # the seed is the checkpoint's
+        assert opened(tmp_path / "run") in (3, rlkit.CheckpointError)  # the seed is the checkpoint's
         (tmp_path / "run/run.json").unlink()
         put(tmp_path / "run/config.json")
-        assert opened(tmp_path / "run")[0] == 3
+        assert opened(tmp_path / "run") == 3
         with pytest.raises(rlkit.CheckpointError):
             put(tmp_path / "state.json") or saves.read(tmp_path, backend=None)
     assert not (tmp_path / "canary").exists()

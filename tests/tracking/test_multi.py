@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rlkit import ConfigError, Sample, UnknownNameError
-from rlkit.tracking import MultiTracker, Tracker, for_run, read_metrics, registry
+from rlkit import ConfigError, Sample
+from rlkit.tracking import MultiTracker, Tracker
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -150,13 +150,3 @@ def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(caplog):
 def test_bad_arguments(trackers, options, says):
     with pytest.raises(ConfigError, match=says):
         MultiTracker(trackers, **options)
-
-
-def test_trackers_by_name(tmp_path, capsys):
-    assert all(callable(registry[name]) for name in ("wandb", "tensorboard", "trackio", "mlflow"))
-    with MultiTracker([for_run(name, tmp_path / "r") for name in ("jsonl", "console")]) as multi:
-        multi.log({"train/loss": 0.5}, 0)
-    assert len(read_metrics(tmp_path / "r")) == 1
-    assert "0.5" in capsys.readouterr().out
-    with pytest.raises(UnknownNameError, match="did you mean 'wandb'"):
-        for_run("wandbb", tmp_path)
