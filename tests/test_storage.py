@@ -32,7 +32,7 @@ def fields(value):
 def odd():
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "version": 3}
     turns = [
-        Turn(Sample([5], [6], [-1e-30], "length", **options), float("nan")),
+        Turn(Sample([0, 5], [6], [-1e-30], "length", **options), float("nan")),
         Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}, weight=0.3),
         Turn(Sample([5], [6], [-1.0]), rewards=(0.1, 0.2, float("nan"))),
         Turn(Sample([5], [6], [-1.0]), rewards=()),
@@ -87,7 +87,7 @@ def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
         (lambda r: r | {"trajectories": [1]}, "damaged: TypeError"),
         (lambda r: r | {"env": 3}, r"Group\.env"),
         (lambda r: r | {"failures": [{"x": 1}]}, "damaged"),
-        (lambda r: r["trajectories"][0]["turns"][0].update(prompt={"kept": 5, "added": []}) or r, "kept"),
+        (lambda r: r["trajectories"][0]["turns"][0].update(prompt={"kept": 1, "added": []}) or r, "kept"),
         (lambda r: r["trajectories"][0]["turns"].append({}) or r, "damaged: KeyError"),
     ],
 )
