@@ -71,7 +71,6 @@ def test_file_then_overrides(tmp_path):
 
 
 def test_overrides_reach_into_lists_and_mappings(tmp_path):
-    """By number, with or without brackets; a mapping is added to, a list is replaced."""
     path = written(tmp_path, "needed: x\nsizes: [1, 2, 3]\nextra: {a: 1, b/c: 2}\nanything: [{rank: 1}, {rank: 2}]\n")
     found = load(Settings, path, ["sizes.0=7", "sizes[2]=9", "anything.1.rank=5", "extra.b/c=4", "extra={d: 5}"])
     assert (found.sizes, found.anything) == ((7, 2, 9), [{"rank": 1}, {"rank": 5}])
@@ -100,7 +99,6 @@ def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
         "rate: ${decay}\ndecay: ${oc.env:RLKIT_RATE}": ("rate", 1e-6),
         "rate: 1e-${oc.env:RLKIT_RANK}": ("rate", 1e-8),
         "lora: {rank: '${oc.env:RLKIT_RANK,4}'}": ("lora", Lora(8)),
-        "flag: ${oc.env:RLKIT_UNSET,true}": ("flag", True),
         "flag: ${oc.env:RLKIT_UNSET,no}": ("flag", False),
         "flag: ${oc.env:RLKIT_ONE}": ("flag", True),
         "flag: ${oc.env:RLKIT_UNSET,0}": ("flag", False),
@@ -110,7 +108,6 @@ def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
         "either: ${oc.env:RLKIT_UNSET,auto}": ("either", "auto"),
         "sizes: ${oc.env:RLKIT_LIST}": ("sizes", (1, 2)),
         "sizes: ['${oc.env:RLKIT_RANK}', 3]": ("sizes", (8, 3)),
-        "extra: {a: '${oc.env:RLKIT_RATE}'}": ("extra", {"a": 1e-6}),
         "needed: ${oc.env:RLKIT_UNSET,1e-6}": ("needed", "1e-06"),  # as OmegaConf writes a default
         "folder: ${oc.env:RLKIT_RANK}": ("folder", Path("8")),
         "mode: ${oc.env:RLKIT_UNSET,b}": ("mode", "b"),
@@ -133,7 +130,6 @@ def test_what_a_variable_cannot_fill_names_it(tmp_path, monkeypatch):
     for text, message in {
         f"rate: {word}": f"rate: is 'fast'; expected a value of type float (written as {word})",
         f"maybe: {word}": f"maybe: is 'fast'; expected a value of type int (written as {word})",
-        f"flag: {word}": f"flag: is 'fast'; expected a value of type bool (written as {word})",
         f"mode: {word}": f"mode: is 'fast'; expected one of 'a', 'b' (written as {word})",
         "rate: ${needed}": "rate: is 'x'; expected a value of type float (written as ${needed})",
         "lora: {rank: '${oc.env:RLKIT_ZERO}'}": "(rank is written as ${oc.env:RLKIT_ZERO})",
@@ -149,8 +145,7 @@ REFUSED = {
     "lora: {rnak: 1}": "^lora.rnak: unknown setting; did you mean 'rank'",
     "extra: {a: b}": "^extra.a: is 'b'; expected a value of type float",
     "needed: 3": "^needed: is 3; expected a value of type str",
-    "rate: fast": "^rate: is 'fast'; expected a value of type float",
-    "rate: '8'": "^rate: is '8'",
+    "rate: '8'": "^rate: is '8'; expected a value of type float",
     "rate: true": "^rate: is True",
     "lora: 3": "^lora: got 3 [(]int[)]; expected a mapping",
     "lora: {rank: 0}": "^lora: rank: got a rank below 1",
@@ -178,7 +173,6 @@ REFUSED = {
 }
 OVERRIDES = {
     "rate": "^override",
-    "=3": "^override",
     3: "^override",
     "q" * 100_000: "^override",
     "rate='": "^rate: cannot be set: line 1",
@@ -191,12 +185,10 @@ OVERRIDES = {
 }
 
 
-CASES = [(text, None, match) for text, match in REFUSED.items()] + [("", *case) for case in OVERRIDES.items()]
-
-
-@for_each(("text", "override", "match"), CASES)
+@for_each(
+    ("text", "override", "match"), [*((x, None, y) for x, y in REFUSED.items()), *(("", *x) for x in OVERRIDES.items())]
+)
 def test_what_is_refused(tmp_path, text, override, match):
-    """In one short line, soon, with the whole path of the key."""
     began = time.process_time()
     first = "" if "needed:" in text else "needed: x\nanything: [1]\nsizes: [1, 2]\n" if override else "needed: x\n"
     with pytest.raises(rlkit.ConfigError, match=match) as caught:
@@ -233,8 +225,6 @@ def test_each_setting_is_described_in_a_line():
 
 
 def test_words_that_yaml_reads_as_booleans():
-    """Where a word is one of the choices, it is that word: template=no."""
-
     @attrs.frozen
     class Words:
         template: Literal["game", "no"] = "game"

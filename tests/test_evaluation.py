@@ -17,8 +17,6 @@ from tests.rollouts.parts import Counted, RandomSampler
 
 
 class Coin(Counted):
-    """1 where the action has an even number of tokens."""
-
     def step(self, action):
         return StepResult("", float(action.tokens.size % 2 == 0), terminated=True)
 
@@ -117,7 +115,6 @@ BAD = [{"n": 0}, {"k": 3, "n": 2}, {"k": [1, 0], "n": 2}, {"level": 1.0}, {"succ
 
 @for_each("options", [*BAD, {"wrong": 1}])
 def test_bad_options(options):
-    """The message names the option."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         run(**options)
     with pytest.raises(ConfigError, match="identical"):

@@ -30,7 +30,6 @@ WORD = "aB3dE5fG7hJ9kL1mN2pQ4rS6"  # 24 letters and digits
 
 
 def test_names():
-    """The names of settings and environment variables that hold secrets, and names that only look so."""
     telling = """api_key apiKey API-KEY WANDB_API_KEY hf_token token TINKER_KEY judge_key password db_password passwd
         secrets client_secret aws_secret_access_key Authorization private_key credentials accessToken SOME_AUTH"""
     other = """max_tokens tokens tokenizer eos_token pad_token sort_key prompt_key key monkey learning_rate secretary
@@ -63,7 +62,6 @@ KEYS = f"""sk-proj-{WORD} sk-ant-api03-{WORD}-{WORD} sk-or-v1-{HEX}{HEX} hf_{"aB
 
 @for_each("key", KEYS.split())
 def test_keys_of_services(key):
-    """They are masked in prose, in quotes, and next to other letters and signs."""
     for text in (key, f"my key is {key}, ok", f'"{key}"', f"x={key};", f"({key})", f"https://example.org/{key}/x"):
         assert redact(text) == text.replace(key, "***")
 
@@ -96,7 +94,6 @@ CARRIERS.append("<-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PR
 
 @for_each("text", CARRIERS)
 def test_values_after_telling_names(text):
-    """In URLs, commands, JSON, settings and headers, alone and within a longer text."""
     start, secret, end = text.replace("<", "\0").replace(">", "\0").split("\0")
     for before, after in (("", ""), ("first, ", ""), ("line\n", "\nline")):
         assert redact(f"{before}{start}{secret}{end}{after}") == f"{before}{start}***{end}{after}"
@@ -153,7 +150,6 @@ def test_variables_of_the_environment(monkeypatch):
 
 @for_each("piece", ["a", "a-", "--", "password=", "sk-", "Bearer ", "://a", "-----BEGIN ", "--key ", "\\", "'"])
 def test_time_is_linear(piece):
-    """Many characters of whatever comes close take less than a second."""
     started = time.process_time()
     redact(piece * (200_000 // len(piece)))
     assert time.process_time() - started < 5.0

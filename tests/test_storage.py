@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 
 import attrs
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
-from rlkit import CheckpointError, ConfigError, DataError, Sample, SamplingParams
-from rlkit.rollouts import Replay, rollout
+from rlkit import CheckpointError, ConfigError, DataError, Sample
+from rlkit.rollouts import Replay
 from rlkit.storage import TornLine, append, from_record, read, to_record
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from tests.each import for_each
-from tests.properties import examples
-from tests.rollouts.parts import Counted, RandomSampler
-from tests.test_trajectory import trajectories
 
 
 def fields(value):
@@ -35,32 +29,20 @@ def fields(value):
     return repr(value) if isinstance(value, float) else value
 
 
-@examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.lists(trajectories(), max_size=3), st.text(st.characters(exclude_categories=["Cs"])))
-def test_round_trip(tmp_path_factory, members, text):
-    """Tokens, float32 logprobs and float64 rewards, and any text."""
-    path = tmp_path_factory.mktemp("storage") / "groups.jsonl"
-    members = [Trajectory(t.turns, tags={text: text}, messages=[{"role": "user", "content": text}]) for t in members]
-    group = Group(members, failures=[Failure(text, "OSError", text)], env=text, number=3, step=9, index=1)
-    append(path, [group])
-    (found,) = read(path)
-    assert fields(found) == fields(group)
-
-
 def odd():
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "version": 3}
     turns = [
-        Turn(Sample([5], [6], [-1e-30], "length", **options), float("nan")),
+        Turn(Sample([0, 5], [6], [-1e-30], "length", **options), float("nan")),
         Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}, weight=0.3),
         Turn(Sample([5], [6], [-1.0]), rewards=(0.1, 0.2, float("nan"))),
         Turn(Sample([5], [6], [-1.0]), rewards=()),
         Turn(Sample([5], [6, 7], [-1.0, -1.0], versions=[2, 3])),
     ]
-    about = {"env": "e", "index": 4, "seed": 2**62, "reduction": "max", "nonterminal_reward": 0.1}
+    about = {"env": "e", "index": 4, "seed": 2**62, "reduction": "max", "nonterminal_reward": 0.1, "tags": {"ü": "\0"}}
     whole = Trajectory(turns, terminated=True, ended="terminated", **about)
     override = Trajectory(turns[:1], nonterminal_override=-0.5)
     failure = Failure("e", "timeout", "late", "step", 2, 1)
-    return Group([whole, override, Trajectory([])], env="e", failures=[failure])
+    return Group([whole, override, Trajectory([])], env="e", failures=[failure], number=3, step=9, index=1)
 
 
 def test_everything_comes_back(tmp_path):
@@ -68,6 +50,7 @@ def test_everything_comes_back(tmp_path):
     append(tmp_path / "a", odd())
     (line,) = (tmp_path / "a").read_text().splitlines()
     record = json.loads(line)
+    assert record["rewards"] == [None, -0.5, 0.0]  # for people who read the line
     record["trajectories"][0]["advantages"] = [0.5] * 5
     assert fields(from_record(record)) == fields(next(read(tmp_path / "a"))) == fields(odd())
     message = {"role": "user", "content": "\ud800", "a": np.float32(0.5), "b": [float("nan")], "c": {"d": object}}
@@ -76,22 +59,7 @@ def test_everything_comes_back(tmp_path):
     assert found == message | {"a": 0.5, "b": ["NaN"], "c": {"d": "<class 'object'>"}}
 
 
-def test_a_line_can_be_read_by_people_and_is_linear(tmp_path):
-    """Rewards and messages are in it as they are; each prompt only as what it adds."""
-    groups = asyncio.run(rollout(RandomSampler(), Counted, n=2, params=SamplingParams(max_tokens=5)))
-    append(tmp_path / "a.jsonl", groups)
-    (line,) = (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
-    record = json.loads(line)
-    assert record["rewards"] == groups[0].rewards.tolist()
-    assert record["trajectories"][0]["messages"][0]["role"] == "user"
-    turns = record["trajectories"][0]["turns"]
-    last = groups[0].trajectories[0].turns[-1]
-    stored = sum(len(turn["prompt"]["added"]) + len(turn["tokens"]) for turn in turns)
-    assert stored == last.prompt.size + last.tokens.size
-
-
 def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
-    """Cut anywhere; and the next append does not touch it."""
     path = tmp_path / "a.jsonl"
     append(path, [odd()])
     whole = path.read_bytes()
@@ -119,7 +87,7 @@ def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
         (lambda r: r | {"trajectories": [1]}, "damaged: TypeError"),
         (lambda r: r | {"env": 3}, r"Group\.env"),
         (lambda r: r | {"failures": [{"x": 1}]}, "damaged"),
-        (lambda r: r["trajectories"][0]["turns"][0].update(prompt={"kept": 5, "added": []}) or r, "kept"),
+        (lambda r: r["trajectories"][0]["turns"][0].update(prompt={"kept": 1, "added": []}) or r, "kept"),
         (lambda r: r["trajectories"][0]["turns"].append({}) or r, "damaged: KeyError"),
     ],
 )
@@ -139,7 +107,6 @@ def test_files_that_can_not_be_used(tmp_path):
 
 
 def test_one_group_is_a_list_of_one(tmp_path):
-    """Other objects are refused, and nothing is written or kept."""
     group, replay = Group([]), Replay(max_age=1)
     for take in (lambda groups: append(tmp_path / "one.jsonl", groups), replay.add):
         for wrong in (None, "groups", [group, 3], 3):

@@ -290,7 +290,7 @@ class Run(Resource):
 
         SIGINT (Ctrl-C) and SIGTERM let the step in progress finish, make its ``checkpoint`` due, and then end the loop
         with KeyboardInterrupt or SystemExit(143). A second signal abandons the step with a KeyboardInterrupt whose text
-        names the steps that will be repeated; a program that has not ended 2 s later is ended.
+        names the steps that will be repeated; a program that has not ended 4 s later is ended.
         """
         self._check_open("steps")
         self._total = _check.integer("steps(total)", total, low=0)

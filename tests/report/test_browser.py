@@ -27,8 +27,6 @@ def open_browser():
 
 
 class Page:
-    """An open page."""
-
     def __init__(self, driver, path, tab="curves", *, width=1400, theme="light"):
         self.driver = driver
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -69,7 +67,6 @@ def driver():
 
 
 def test_curves_and_trajectories(driver, tmp_path):
-    """Charts are drawn; one searches, orders and filters, opens a trajectory and its group, and changes colours."""
     path = write(build.run(tmp_path, 300), tokenizer=build.TOKENIZER)
     page = Page(driver, path)
     page.fill("#find-metric", "my/own")
@@ -105,7 +102,6 @@ def test_curves_and_trajectories(driver, tmp_path):
 
 
 def test_poison_is_shown_and_does_not_run(driver, tmp_path):
-    """On every part, in light and dark, on a wide and a narrow screen, without a word in the browser's log."""
     path = write(poisoned(tmp_path))
     for width, theme in ((1400, "light"), (390, "dark")):
         for tab in ("curves", "trajectories/0", "settings"):

@@ -62,7 +62,6 @@ def poisoned(folder):
 
 
 def test_poison_is_text(tmp_path):
-    """No text of a run is markup in the page; all of it is there."""
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     path = write(poisoned(folder), tokenizer=build.TOKENIZER)
@@ -96,7 +95,6 @@ def test_the_page_makes_no_requests(run):
 
 
 def test_the_script_makes_no_markup_from_data():
-    """Only style, script, uPlot and packed data enter the template unescaped."""
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|\.write|eval\(|Function\(|fetch\(|<!--", asset("page.js"))
     assert re.findall(r"{{ (\w+)\S* \| safe }}", asset("page.html.j2")) == ["style", "part", "index", "script"]
     assert asset("page.html.j2").count("safe") == 4
@@ -157,7 +155,6 @@ def test_values_of_tokens(tmp_path):
 
 
 def test_two_runs(tmp_path):
-    """Curves of both in one chart, settings in columns, and trajectories of both; each has half of the groups."""
     runs = [build.run(tmp_path / name, 6, seed=seed) for seed, name in enumerate("ab")]
     path = write(runs, tmp_path / "both.html", max_groups=6)
     text, about, columns = path.read_text(), data(path, "about"), data(path, "index")["columns"]
@@ -183,10 +180,11 @@ def test_long_runs_are_shown_in_part(tmp_path):
 
 
 def test_an_empty_run_and_lines_that_cannot_be_read(tmp_path):
-    (tmp_path / "config.json").write_text("not json")
-    path = write(tmp_path, tmp_path / "x.html")
-    assert "0 steps" in path.read_text()
-    assert data(path, "index")["columns"]["step"] == []
+    for text in ("3", "Infinity", "[" * 5000, "{", "\ud800", '{"clip": Infinity, "x": [NaN, 1e999]}'):
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        path = write(tmp_path, tmp_path / "x.html")
+        assert "0 steps" in path.read_text()
+        assert data(path, "index")["columns"]["step"] == []
     build.run(tmp_path, 2, n=1)
     with (tmp_path / "trajectories.jsonl").open("a") as file:
         file.write('{"format": "rlkit.group", "version": 99}\n\n{"a": 1}\n[1]\n{"format": "rlkit.gro')

@@ -24,7 +24,6 @@ def train(run, policy, steps):
 
 class TestOpenedAgain:
     def test_a_run_takes_over_from_the_one_that_is_open(self, tmp_path):
-        """Opening a folder again in one process closes the run that had it and goes on from its checkpoint."""
         first = Run(tmp_path, seed=0, trackers=["jsonl"])
         train(first, first.connect("toy"), 2)
         second = Run(tmp_path, trackers=["jsonl"])
@@ -62,7 +61,6 @@ class TestOpenedAgain:
         run.close()
 
     def test_the_old_one_is_of_no_use(self, tmp_path):
-        """Every call of the closed run says that it is closed, and what to do."""
         old = Run(tmp_path, trackers=["jsonl"])
         policy = old.connect("toy")
         with Run(tmp_path, trackers=()):
@@ -81,7 +79,6 @@ class TestOpenedAgain:
         assert "closed" in repr(old)
 
     def test_another_thread_in_its_loop_keeps_it(self, tmp_path):
-        """A run whose loop goes on in another thread is not taken from it."""
         there, go = threading.Event(), threading.Event()
         run = Run(tmp_path, trackers=())
         run.connect("toy")
@@ -119,7 +116,6 @@ class TestAskedAgain:
                 run.connect("local", lora=lora, seed=3)
 
     def test_generators_and_values(self, tmp_path):
-        """The generator and the value of a name are the same ones whenever they are asked for."""
         with Run(tmp_path, trackers=(), seed=0) as run:
             assert run.rng("data") is run.rng("data")
             assert run.value("once", lambda: 1) == run.value("once", lambda: 2) == 1
@@ -143,8 +139,11 @@ class TestNothingIsLost:
                 assert run.checkpoint(policy).policies
         assert [record.step for record in records(tmp_path)] == [1, 1]
 
-    def test_what_cannot_be_saved(self, tmp_path):
+    def test_what_cannot_be_saved_or_logged(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:
+            for wrong in ([1.0], None, "loss", 3.0):
+                with pytest.raises(rlkit.DataError, match=r"log\(metrics\): got"):
+                    run.log(wrong)
             for wrong in (3, "policy", np.zeros(3), object(), run.connect("toy").sampler().result()):
                 for role in ("policy", "teacher"):
                     with pytest.raises(rlkit.ConfigError, match=rf"checkpoint\({role}\): got .*; expected a policy"):
@@ -164,9 +163,3 @@ class TestNothingIsLost:
                 run.connect("toy")
             assert run.connect("toy", role="actor").version == 1
             assert run.connect("toy", role="reference", init_from=path).version == 0
-
-    def test_what_is_no_metrics(self, tmp_path):
-        with Run(tmp_path, trackers=()) as run:
-            for wrong in ([1.0], None, "loss", 3.0):
-                with pytest.raises(rlkit.DataError, match=r"log\(metrics\): got"):
-                    run.log(wrong)

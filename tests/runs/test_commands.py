@@ -51,7 +51,6 @@ def test_folders_without_a_checkpoint(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, of every adapter on a tied head
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
 def test_export(tmp_path, capsys):
-    """The adapter loads with peft's own loader; merged, it is a model that needs no adapter."""
     import peft
     import torch
     import transformers

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import warnings
 
-from rlkit.backends import saves
 from rlkit.runs import records
 from rlkit.storage import TornLine, read
 
-WRITERS, TURNS = 8, 2
-TAKES_TURNS = f"""
+WRITERS, LINES, TURNS = 8, 20, 2
+PROGRAM = f"""
 import sys, time, rlkit
+from pathlib import Path
 from rlkit.runs import Run, Retention
+from rlkit.storage import append
+from rlkit.trajectory import Group
+
+for _ in range({LINES}):
+    append(Path(sys.argv[1]) / "groups.jsonl", [Group([], number=int(sys.argv[2]), env="e" * 10_000)])
 done = 0
 while done < {TURNS}:
     try:
@@ -31,71 +35,27 @@ while done < {TURNS}:
             run.checkpoint(policy)
         done += 1
 """
-ALL_AT_ONCE = f"""
-import sys
-from pathlib import Path
-from rlkit.backends import saves
-from rlkit.storage import append
-from rlkit.trajectory import Group
-folder, number = Path(sys.argv[1]), int(sys.argv[2])
-for k in range({TURNS} * 5):
-    def fill(path):
-        (path / "a.bin").write_bytes(bytes([number]) * 100_000)
-        return {{"backend": "x", "number": number}}
-    saves.write(folder / "saves", "s", fill)
-    append(folder / "groups.jsonl", [Group([], number=number, env="e" * 10_000)])
-"""
 
 
-@contextlib.contextmanager
-def writers(code, folder):
-    """The processes; they have to end well."""
-    command = [sys.executable, "-W", "error", "-c", code, str(folder)]
+def test_eight_processes_and_one_folder(tmp_path):
+    """A reader sees whole checkpoints only, once there is one always one, never an older one, and whole lines."""
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)]
     processes = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(WRITERS)]
-    try:
-        yield processes
-    finally:
-        told = [process.communicate(timeout=120)[1] for process in processes]
-    assert told == [""] * WRITERS
-    assert not any(process.returncode for process in processes)
-
-
-def test_a_run_that_eight_take_turns_at(tmp_path):
-    """A reader sees whole checkpoints only, once there is one always one, and never an older one than before."""
-    newest, looks = 0, 0
-    with writers(TAKES_TURNS, tmp_path) as processes, warnings.catch_warnings():
+    newest, looks, path = 0, 0, tmp_path / "groups.jsonl"
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         while any(process.poll() is None for process in processes):
             found = records(tmp_path)
-            if newest:
-                assert found
-            for record in found:
-                assert record.kept["count"] == {"n": record.step}
+            assert found or not newest
+            assert all(record.kept["count"] == {"n": record.step} for record in found)
             if found:
                 assert found[-1].step >= newest
                 newest, looks = found[-1].step, looks + 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TornLine)  # the last line may be half there
+                assert all(group.env == "e" * 10_000 for group in (read(path) if path.exists() else ()))
+        assert sorted(group.number for group in read(path)) == sorted(list(range(WRITERS)) * LINES)
+    assert [process.communicate(timeout=120)[1] for process in processes] == [""] * WRITERS
+    assert not any(process.returncode for process in processes)
     assert looks > 3
     assert [record.step for record in records(tmp_path)] == [WRITERS * TURNS * 2]
-
-
-def test_eight_writers_side_by_side(tmp_path):
-    """Saves and lines of eight processes, read while they are written: whole, or not there yet."""
-    looks = 0
-    with writers(ALL_AT_ONCE, tmp_path) as processes:
-        while True:
-            last = all(process.poll() is not None for process in processes)
-            folders = [p for p in (tmp_path / "saves").glob("*") if not p.name.startswith(".")]
-            for folder in folders:
-                path, state = saves.read(folder, backend="x")
-                assert (path / "a.bin").read_bytes() == bytes([state["number"]]) * 100_000
-            with warnings.catch_warnings():
-                warnings.simplefilter("error" if last else "ignore", TornLine)  # the last line may be half there
-                groups = list(read(tmp_path / "groups.jsonl")) if (tmp_path / "groups.jsonl").exists() else []
-            assert all(group.env == "e" * 10_000 for group in groups)
-            looks += 1
-            if last:
-                break
-    assert looks > 3
-    expected = sorted(list(range(WRITERS)) * TURNS * 5)
-    assert sorted(group.number for group in groups) == expected
-    assert sorted(saves.read(folder, backend="x")[1]["number"] for folder in folders) == expected

@@ -1,4 +1,4 @@
-"""Runs that sample ahead are killed, and go on."""
+"""A run that is killed and run again is bit for bit the run that was not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import rlkit
 from rlkit.runs import records
 from rlkit.storage import read
 from tests.models.build import build
+from tests.runs import ahead_loop
 from tests.runs.ahead_loop import MAX_LAG, train
 
 pytest.importorskip("torch")
@@ -31,19 +32,25 @@ def killed(folder, **settings):
 
 
 def rows(folder):
-    """What is logged of each step."""
-    names = ("loss", "norm", "drawn", "lag")
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "norm", "drawn", "lag", "rate", "base")
     return [(line["step"], *(line["metrics"][name] for name in names)) for line in lines if "drawn" in line["metrics"]]
 
 
 @pytest.mark.parametrize(
-    ("interval", "every", "kills"),
-    [(1, 1, [(0, "asked"), (3, "trained")]), (2, 1, [(1, "saved"), (4, "asked")]), (3, 2, [(2, "trained")])],
+    ("settings", "kills"),
+    [
+        ({"interval": 1}, [(0, "asked"), (3, "trained")]),
+        ({"interval": 2}, [(1, "saved"), (4, "asked")]),
+        ({"interval": 3, "every": 2}, [(2, "trained")]),
+        ({"interval": 2, "backend": "local", "device": "cpu"}, [(2, "trained")]),
+    ],
 )
-def test_snapshots_go_on_to_the_bit(tmp_path, interval, every, kills):
+def test_snapshots_go_on_to_the_bit(tmp_path, settings, kills):
     """Killed with SIGKILL anywhere, with or without a snapshot at every step: the same curve, the same weights."""
-    settings = {"steps": 6, "interval": interval, "every": every}
+    settings = {"steps": 6, **settings}
+    if "backend" in settings:
+        settings["model"] = str(build("llama", tmp_path / "model"))
     expected = train(tmp_path / "whole", **settings)
     for hang in kills:
         killed(tmp_path / "parts", **settings, hang=hang)
@@ -52,13 +59,24 @@ def test_snapshots_go_on_to_the_bit(tmp_path, interval, every, kills):
     assert len(rows(tmp_path / "parts")) == 6
 
 
-def test_the_local_backend_goes_on_to_the_bit(tmp_path):
-    model = str(build("llama", tmp_path / "model"))
-    settings = {"steps": 4, "interval": 2, "backend": "local", "model": model, "device": "cpu"}
-    expected = train(tmp_path / "whole", **settings)
-    killed(tmp_path / "parts", **settings, hang=(2, "trained"))
-    assert train(tmp_path / "parts", **settings) == expected
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+def test_a_service_goes_on_to_the_bit(tmp_path, monkeypatch):
+    """The checkpoints hold its paths; spent ones are removed there."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    from rlkit.testing import FakeTinker
+
+    def stop():
+        raise InterruptedError
+
+    monkeypatch.setattr(ahead_loop, "hang_here", stop)
+    with FakeTinker(seed=0) as fake:
+        settings = {"steps": 6, "backend": "tinker", "model": "toy", "base_url": fake.base_url, "api_key": fake.api_key}
+        expected = train(tmp_path / "whole", last=2, **settings)
+        for hang in ((1, "trained"), (4, "asked")):
+            with pytest.raises(InterruptedError):
+                train(tmp_path / "parts", last=2, **settings, hang=hang)
+        assert train(tmp_path / "parts", last=2, **settings) == expected
+        assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+        assert len(fake.rest_client().list_user_checkpoints().result().checkpoints) <= 2 * 2 + 2
 
 
 def test_in_flight_nothing_is_lost(tmp_path):

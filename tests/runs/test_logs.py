@@ -13,8 +13,6 @@ import pytest
 
 import rlkit
 from rlkit import Sample, _files
-from rlkit.envs import function
-from rlkit.rollouts import rollout_sync
 from rlkit.runs import Run
 from rlkit.trajectory import Group, Trajectory, Turn
 
@@ -23,7 +21,6 @@ LOGS = ("metrics.jsonl", "trajectories.jsonl")
 
 
 def steps_of(folder):
-    """The steps of each log, in order."""
     return {name: [json.loads(line).get("step") for line in (folder / name).read_text().splitlines()] for name in LOGS}
 
 
@@ -47,23 +44,10 @@ def play(folder, total, *, cut=None, every=1, late=False, **options):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("every", [1, 3])
 def test_each_step_is_there_once(tmp_path, every, late):
-    """Wherever it is cut off, and whether a step logs before its checkpoint or after."""
     for cut in (0, 1, 2, 4, 4, 5, 7):
         play(tmp_path, 9, cut=cut, every=every, late=late)
     play(tmp_path, 9, every=every, late=late)
     assert steps_of(tmp_path) == {name: list(range(9)) for name in LOGS}
-
-
-def test_what_was_logged_before_a_checkpoint_stays(tmp_path):
-    """Under whatever step: a last evaluation is logged under the step after the last, which is not done again."""
-    for _ in range(3):
-        with Run(tmp_path, seed=0, trackers=("jsonl",)) as run:
-            policy = run.connect("toy")
-            for _step in run.steps(2):
-                run.log({"a": 1.0})
-                run.log({"eval": 1.0}, step=2)
-                run.checkpoint(policy, every=2)
-    assert steps_of(tmp_path)["metrics.jsonl"] == [0, 2, 1, 2]
 
 
 def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
@@ -86,7 +70,6 @@ def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
 
 
 def test_logs_are_synced_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
-    """All of them, and the record comes after."""
     order, whole = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: order.append(str(Path(f"/proc/self/fd/{fd}").readlink())) or whole(fd))
     with Run(tmp_path, seed=0, trackers=("jsonl",)) as run:
@@ -116,7 +99,6 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", LOGS)
 def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name):
-    """A file that a checkpoint counted, and that is not there as it was. The run goes on; what is whole stays."""
     play(tmp_path / "whole", 5)
     for damage, damaged in DAMAGES.items():
         folder = tmp_path / damage
@@ -135,8 +117,6 @@ def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name):
 
 
 def test_a_tracker_of_ones_own_needs_no_place(tmp_path):
-    """One that knows steps alone is told the step."""
-
     class Own:
         told = None
 
@@ -159,7 +139,6 @@ class TestSeed:
     """The seed is in every checkpoint, and before the first one in run.json."""
 
     def test_it_comes_from_the_checkpoint(self, tmp_path):
-        """Whatever run.json is; it is written again."""
         play(tmp_path, 2)
         path = tmp_path / "run.json"
         other = '{"format": 1, "seed": 9}'
@@ -176,7 +155,6 @@ class TestSeed:
             assert json.loads(path.read_text())["seed"] == 0
 
     def test_without_a_checkpoint_it_comes_from_run_json(self, tmp_path):
-        """Another one is refused, and so is a damaged file."""
         with Run(tmp_path, trackers=()) as run:
             seed = run.seed
         with Run(tmp_path, trackers=()) as run:
@@ -215,15 +193,3 @@ def test_training_on_nothing_is_said_once(tmp_path, caplog, steps, warned):
     text = "no group had different rewards in the last 3 steps: the policy learned nothing"
     cut = "50 % of answers were cut at max_tokens=8" if steps[0] is NOTHING else "inspect the answers with rlkit report"
     assert [each.getMessage() for each in caplog.records] == [f"{text}; {cut}"] * warned
-
-
-def test_rollouts_count_what_can_be_learnt_from(tmp_path):
-    """Shares of groups whose rewards differ, and of turns that were cut."""
-    prompts = [{"prompt": "a", "answer": index} for index in (0, 1)]
-    tasks = function(prompts, lambda text, answer: len(text) * answer)
-    with rlkit.connect("toy", seed=0) as policy:
-        params = rlkit.SamplingParams(max_tokens=64, temperature=2.0)
-        groups = rollout_sync(policy.sampler().result(), tasks, n=4, params=params)
-    assert groups.metrics["rollout/with_signal"] == 0.5
-    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
-    assert groups.metrics["rollout/cut"] == sum(turn.stop_reason == "length" for turn in turns) / len(turns)

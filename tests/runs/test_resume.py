@@ -1,4 +1,4 @@
-"""A run that is cut off and run again is bit for bit the run that was not."""
+"""Stages that begin with what other runs saved."""
 
 from __future__ import annotations
 
@@ -8,93 +8,12 @@ import pytest
 import rlkit
 from rlkit.runs import Run
 from tests.models.build import build
-from tests.runs.loop import Stopped, train
 
 pytest.importorskip("torch")
-STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run that nobody disturbed."""
-    return train(tmp_path_factory.mktemp("whole"), STEPS)
-
-
-def test_cut_in_every_step(tmp_path, whole):
-    """Cut off between the two minibatches of each step in turn; the whole is what it would have been."""
-    seen = {}
-    for cut in range(STEPS):
-        with pytest.raises(Stopped):
-            train(tmp_path, STEPS, cut=cut, seen=seen)
-        assert sorted(seen) == list(range(cut))
-    assert train(tmp_path, STEPS, seen=seen) == whole
-
-
-def test_cut_once_and_seldom_saved(tmp_path, whole):
-    """With a checkpoint every fourth step, the steps since are done again, alike."""
-    seen = {}
-    for cut in (10, 18):
-        with pytest.raises(Stopped):
-            train(tmp_path, STEPS, cut=cut, seen=seen, every=4)
-    assert train(tmp_path, STEPS, seen=seen, every=4) == whole
-
-
-def _fresh_optimizer(run, policy, noise):
-    """Takes the weights alone."""
-    path = run.record.policy("policy")
-    fresh = rlkit.connect("toy", init_from=path, folder=run.folder / "other")
-    policy._weights = fresh._weights  # its gradient and moments with it
-
-
-def _fresh_draws(run, policy, noise):
-    noise.bit_generator.state = np.random.default_rng(1).bit_generator.state
-
-
-def _moved_cursor(run, policy, noise):
-    run.batch = lambda items, size: list(items[:size])
-
-
-@pytest.mark.parametrize("damage", [_fresh_optimizer, _fresh_draws, _moved_cursor])
-def test_negative_controls(tmp_path, whole, damage):
-    """Without the optimizer, a generator's state or the place in the data, the run is another one."""
-    seen = {}
-    with pytest.raises(Stopped):
-        train(tmp_path, STEPS, cut=16, seen=seen)
-    assert train(tmp_path, STEPS, seen=seen, damage=damage) != whole
-
-
-def test_local_backend(tmp_path):
-    """The same on a two-layer model with a LoRA, at two points."""
-    model = str(build("llama", tmp_path / "model"))
-    options = {"backend": "local", "model": model, "lora": rlkit.Lora(rank=4)}
-    whole = train(tmp_path / "whole", 5, **options)
-    seen = {}
-    for cut in (1, 3):
-        with pytest.raises(Stopped):
-            train(tmp_path / "cut", 5, cut=cut, seen=seen, **options)
-    assert train(tmp_path / "cut", 5, seen=seen, **options) == whole
-
-
-def test_tinker(tmp_path):
-    """The same on a service, whose paths the checkpoints hold; spent ones are removed there."""
-    pytest.importorskip("tinker", reason="needs the extra tinker")
-    from rlkit.testing import FakeTinker
-
-    with FakeTinker(seed=0) as fake:
-        options = {"backend": "tinker", "model": "toy", "base_url": fake.base_url, "api_key": fake.api_key}
-        whole = train(tmp_path / "whole", 6, **options)
-        seen = {}
-        for cut in (2, 4):
-            with pytest.raises(Stopped):
-                train(tmp_path / "cut", 6, cut=cut, seen=seen, **options)
-        assert train(tmp_path / "cut", 6, seen=seen, **options) == whole
-        left = fake.rest_client().list_user_checkpoints().result().checkpoints
-        assert len(left) <= 2 * 2 + 2
 
 
 @pytest.fixture(params=["toy", "local", "tinker"])
 def options(request, tmp_path):
-    """What ``connect`` is given."""
     if request.param == "toy":
         yield {"name": "toy"}
     elif request.param == "local":
@@ -170,5 +89,3 @@ def test_what_a_policy_can_take_comes_back(tmp_path):
     (saved,) = (tmp_path / "policies").iterdir()
     with rlkit.connect("toy", init_from=str(saved)) as begun:
         assert begun.max_length == 2048
-    with rlkit.connect("toy") as new:
-        assert new.max_length == 1024

@@ -12,7 +12,6 @@ from rlkit.tracking.console import Console
 
 
 def rows_of(*logged, columns=None):
-    """The rows that were printed, split into cells."""
     file = io.StringIO()
     console = Console(columns, file=file)
     for step, metrics in enumerate(logged):

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rlkit import ConfigError, Sample, UnknownNameError
-from rlkit.tracking import MultiTracker, Tracker, for_run, read_metrics, registry
+from rlkit import ConfigError, Sample
+from rlkit.tracking import MultiTracker, Tracker
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
@@ -66,7 +66,6 @@ def test_everything_reaches_every_tracker_in_order():
 
 
 def test_a_tracker_that_hangs_blocks_neither_the_run_nor_the_others(caplog):
-    """A hundred steps return while it hangs; what had no room is counted, with one warning; closing is bounded."""
     before = set(threading.enumerate())
     stuck, kept = Kept(go=False), Kept(inline=True)
     multi = MultiTracker([stuck, kept], capacity=10, timeout=30.0)
@@ -111,7 +110,6 @@ def test_a_tracker_that_fails_is_counted_with_one_warning(caplog):
 
 
 def test_numbers_are_taken_as_they_are_when_they_are_logged():
-    """What the loop changes afterwards is not what a slow tracker sees."""
     stuck = Kept(go=False)
     multi = MultiTracker([stuck])
     metrics, advantages = {"a": np.array(1.0)}, [np.array([1.0, 2.0])]
@@ -126,7 +124,6 @@ def test_numbers_are_taken_as_they_are_when_they_are_logged():
 
 
 def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(caplog):
-    """Calls that make no sense do not end the run."""
     kept = Kept()
     with MultiTracker([kept]) as multi:
         multi.log({"a": "x", 1: 1.0, "b": 2.0}, 3)
@@ -153,14 +150,3 @@ def test_what_can_not_be_logged_is_left_out_and_the_rest_logged(caplog):
 def test_bad_arguments(trackers, options, says):
     with pytest.raises(ConfigError, match=says):
         MultiTracker(trackers, **options)
-
-
-def test_trackers_by_name(tmp_path, capsys):
-    """With defaults that suit a run's folder; importing one needs none of the packages."""
-    assert all(callable(registry[name]) for name in ("wandb", "tensorboard", "trackio", "mlflow"))
-    with MultiTracker([for_run(name, tmp_path / "r") for name in ("jsonl", "console")]) as multi:
-        multi.log({"train/loss": 0.5}, 0)
-    assert len(read_metrics(tmp_path / "r")) == 1
-    assert "0.5" in capsys.readouterr().out
-    with pytest.raises(UnknownNameError, match="did you mean 'wandb'"):
-        for_run("wandbb", tmp_path)

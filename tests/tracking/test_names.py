@@ -60,8 +60,6 @@ def test_the_table_says_the_same():
 
 
 class Moody:
-    """Fails, ends, is cut, and says things."""
-
     def reset(self, seed):
         return "Go"
 
@@ -81,6 +79,10 @@ def test_what_rollouts_and_training_report_is_in_the_table():
     for where in ("rollout", "env/moody"):
         found = [got.metrics[f"{where}/reward{which}"] for which in ("", "/min", "/max", "/std")]
         assert found == pytest.approx([np.mean(rewards), min(rewards), max(rewards), np.std(rewards, ddof=1)])
+    signals = [np.ptp(group.rewards) > 0 for group in got]
+    assert (len(set(signals)), got.metrics["rollout/with_signal"]) == (2, np.mean(signals))
+    stops = [turn.stop_reason for group in got for t in group.trajectories for turn in t.turns]
+    assert got.metrics["rollout/cut"] == stops.count("length") / len(stops)
     policy = rlkit.connect("toy", seed=0)
     advantages = np.concatenate([grpo(group.rewards) for group in got])
     trajectories = [t for group in got for t in group.trajectories]
@@ -117,8 +119,6 @@ def test_an_environments_name_may_hold_slashes(environment, what, segment):
 @examples(30)
 @given(st.lists(st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_parts_of_a_batch_make_its_whole(parts):
-    """However a batch is cut: micro-batches, ranks, chunks on a service."""
-
     def of(values):
         return {"a:sum": sum(values), "a:mean": sum(values) / len(values), "a:max": max(values), "a:min": min(values)}
 

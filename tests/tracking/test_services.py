@@ -209,7 +209,6 @@ def test_tensorboard_goes_back(tmp_path):
 
 @each_service
 def test_what_is_refused(tmp_path, name):
-    """Alone, a tracker raises: for what is no number, and after it was closed. Closing an unused one does nothing."""
     pytest.importorskip(PACKAGES[name])
     tracker = for_run(name, tmp_path)
     for metrics in ({"a": "text"}, {3: 1.0}, 3):
