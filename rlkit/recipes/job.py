@@ -208,49 +208,36 @@ def build_job(settings: Settings) -> Job:
     Raises:
         ConfigError, UnknownNameError, DataError: naming the setting.
     """
-    mode = {"colocate": "both"}.get(settings.mode, settings.mode)
-    if mode == "serve":
-        raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "use `rlkit serve` instead")
     _check_numbers(settings)
     method, policy, inputs = resolve(settings.algorithm), choose_policy(settings), settings.buffer.explorer_input
     operators = read_operators(settings.data_processor.experience_pipeline.operators)
-    tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
     plan = make_plan(settings, method.recipe.repeat_times)
     held_out = environments.held_out_tasks(settings.buffer, plan.params)
-    if mode == "bench" and not held_out:
-        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
-    rolls_out, name = method.recipe.rolls_out, settings.algorithm.algorithm_type
-    if mode == "explore" and not rolls_out:
-        raise ConfigError("mode", "is 'explore'", f"a mode that {name} supports", "it plays no episodes")
+    mode, rolls_out = _choose_mode(settings, method, held_out), method.recipe.rolls_out
     source = environments.training_tasks(settings.buffer) if rolls_out and mode in ("both", "explore") else None
     rows, form = _read_rows(settings, method) if mode in ("both", "train") else (Rows(), None)
     stored = _read_stored(settings.buffer.trainer_input.experience_buffer) if rolls_out and mode == "train" else None
-    forms = [*([] if form is None else [form]), *environments.rendered_forms(inputs)]
-    _check_forms(settings.name, forms)
-    if settings.monitor.monitor_type not in (None, "none"):
-        tracker = tracking.registry[settings.monitor.monitor_type]
-        _check.check_keywords("monitor.monitor_args", tracker, dict(settings.monitor.monitor_args or {}))
+    form = _choose_form(settings, form)
     _check_needs(settings, method, policy, mode)
     if source is not None:
         if inputs.taskset is not None:
             plan = attrs.evolve(plan, params=attrs.evolve(plan.params, **inputs.taskset.rollout_args.cut))
         _check_sampling(settings, method, policy.backend, plan.params, trains=mode == "both")
     elsewhere = policy.options.get("sampler") is not None
-    kinds = [(each.name, each.default_workflow_type or inputs.default_workflow_type) for each in tasksets]
     job = Job(
         settings=settings,
         method=method,
         mode=mode,
         total=_count_steps(settings, source if source is not None else rows.examples if stored is None else stored),
         policy=policy,
-        form=forms[0] if forms else tasksets[0].format if tasksets else Format(),
+        form=form,
         tasks=source,
         held_out=held_out,
         plan=plan,
         rows=rows,
         stored=stored,
         operators=operators,
-        masked=frozenset(name for name, kind in kinds if kind in environments.MASKED),
+        masked=environments.masked_tasksets(inputs),
         correction=_choose_correction(settings.algorithm.correction, method, elsewhere=elsewhere),
         needs=method.recipe.needs if mode in ("both", "train") else (),
     )
@@ -260,6 +247,19 @@ def build_job(settings: Settings) -> Job:
     of_verl = ["trainer.trainer_config"] if settings.trainer.trainer_config.keys() - {"critic"} else []
     _log_ignored([*settings.without_effect, *of_verl, *method.unused, *operators.unused], settings.not_followed)
     return job
+
+
+def _choose_mode(settings: Settings, method: Method, held_out: Sequence[environments.HeldOut]) -> str:
+    """Return "both", "explore", "train" or "bench"."""
+    mode = {"colocate": "both"}.get(settings.mode, settings.mode)
+    if mode == "serve":
+        raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "use `rlkit serve` instead")
+    if mode == "bench" and not held_out:
+        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "task sets to evaluate in mode bench")
+    if mode == "explore" and not method.recipe.rolls_out:
+        expected = f"a mode that {settings.algorithm.algorithm_type} supports"
+        raise ConfigError("mode", "is 'explore'", expected, "it plays no episodes")
+    return mode
 
 
 def _log_ignored(ignored: Sequence[str], not_followed: Sequence[str]) -> None:
@@ -312,6 +312,9 @@ def _check_needs(settings: Settings, method: Method, policy: Policy, mode: str) 
     ):
         if value and need not in method.recipe.needs:
             logger.info("without effect: %s (%s has no %s)", key, algorithm.algorithm_type, need)
+    if settings.monitor.monitor_type not in (None, "none"):
+        tracker = tracking.registry[settings.monitor.monitor_type]
+        _check.check_keywords("monitor.monitor_args", tracker, dict(settings.monitor.monitor_args or {}))
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
         why = f"{algorithm.algorithm_type} learns from it"
         raise ConfigError("explorer.auxiliary_models", "is empty", "a teacher", why)
@@ -351,14 +354,18 @@ def _check_sampling(settings: Settings, method: Method, backend: str, params: Sa
             raise ConfigError(key, f"is {drawn.temperature}", expected, why)
 
 
-def _check_forms(name: str, given: Sequence[Format]) -> None:
-    """Raise where conversations of one run, ``name``, would be rendered in different ways."""
-    for form in given[1:]:
+def _choose_form(settings: Settings, of_rows: Format | None) -> Format:
+    """Return the format of all prompts and rows. Raises ConfigError: they would be rendered in different ways."""
+    inputs = settings.buffer.explorer_input
+    forms = [*([] if of_rows is None else [of_rows]), *environments.rendered_forms(inputs)]
+    for form in forms[1:]:
         for key in ("raw", "system_prompt", "reply_prefix"):
-            if getattr(form, key) != getattr(given[0], key):
-                what = f"is {getattr(given[0], key)!r} in one place but {getattr(form, key)!r} in another"
+            if getattr(form, key) != getattr(forms[0], key):
+                what = f"is {getattr(forms[0], key)!r} in one place but {getattr(form, key)!r} in another"
                 why = "a run renders all task sets and rows the same way; put differences into the prompts"
-                raise ConfigError(f"{name}: format.{key}", what, "the same value everywhere", why)
+                raise ConfigError(f"{settings.name}: format.{key}", what, "the same value everywhere", why)
+    played = [each.format for each in (inputs.taskset, *inputs.tasksets) if each is not None]
+    return next(iter([*forms, *played]), Format())
 
 
 def check_rows(job: Job) -> None:

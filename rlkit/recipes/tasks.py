@@ -41,8 +41,7 @@ _THINK_BOXED = (  # with another wording there
 )
 _QWEN = "You are a helpful assistant."
 
-MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
-"""Workflows that do not train on answers that were cut."""
+_MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
 
 
 @attrs.frozen
@@ -75,15 +74,10 @@ class _Workflow:
         think = _check.flag("workflow_args.with_think", args.get("with_think", False))
         plain = _check.flag("workflow_args.use_base", args.get("use_base", False))
         raw = plain or form.raw
-        reward = self.reward and (taskset.default_reward_fn_type or self.reward)
+        reward, score = self._bind(taskset)
         system = None if self.system == _R1 and reward != self.reward else _THINK_BOXED if think else self.system
         if form.system_prompt is not None:  # the chat adds it to what is rendered
             system = (form.system_prompt or None) if raw else None
-        score: Callable[..., float] = _score_nothing
-        if reward is not None:
-            boxed = reward in ("math_boxed_reward", "algebra_boxed_reward")
-            names = ("with_think", "format_score_coef") if boxed else ()
-            score = bind_reward(reward, {**{x: args[x] for x in names if x in args}, **taskset.reward_fn_args})
         built, unread = [], set[str]()
         for row, where in data.each_row(rows, source):
             key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
@@ -94,17 +88,27 @@ class _Workflow:
                 given = data.get_field(row, form.response_key, where)
                 answer = read_answer(reward, given, f"{where}: {form.response_key}")
             unread |= data.unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)
-            messages = data.with_system(messages, row, form, where)
-            messages = _complete_prompt(messages, system, self.suffix, where)
+            messages = _complete_prompt(data.with_system(messages, row, form, where), system, self.suffix, where)
             prompt: object = messages
             if raw:
-                contents = "".join(message["content"] for message in messages)
-                prompt = data.raw_prompt(_as_text(messages, where) if plain else contents)
+                prompt = data.raw_prompt(_as_text(messages, where) if plain else _join(messages))
             elif isinstance(asked, str) and len(messages) == 1:  # a text stays one, as rows of your own code are
-                prompt = messages[0]["content"]
+                prompt = _join(messages)
             built.append({"prompt": prompt, "answer": answer})
         data.name_unread(unread, source)
         return envs.function(built, score, name=taskset.name, split=taskset.split)
+
+    def _bind(self, taskset: Taskset) -> tuple[str | None, Callable[..., float]]:
+        """Return the name of the reward and its function, which gets the settings of the workflow that it takes."""
+        reward, args = self.reward and (taskset.default_reward_fn_type or self.reward), taskset.workflow_args
+        if reward is None:
+            return None, _score_nothing
+        names = ("with_think", "format_score_coef") if reward in ("math_boxed_reward", "algebra_boxed_reward") else ()
+        return reward, bind_reward(reward, {**{x: args[x] for x in names if x in args}, **taskset.reward_fn_args})
+
+
+def _join(messages: Sequence[Message]) -> str:
+    return "".join(message["content"] for message in messages)
 
 
 def _complete_prompt(messages: list[Message], system: str | None, suffix: str, where: str) -> list[Message]:
@@ -202,6 +206,12 @@ def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
         tasks = make_tasks(attrs.evolve(each, default_workflow_type=kind), inputs, where)
         held_out.append(HeldOut(tasks, count, sampled))
     return held_out
+
+
+def masked_tasksets(inputs: ExplorerInput) -> frozenset[str]:
+    """Return the names of the task sets whose workflow does not train on answers that were cut."""
+    played = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
+    return frozenset(x.name for x in played if (x.default_workflow_type or inputs.default_workflow_type) in _MASKED)
 
 
 def rendered_forms(inputs: ExplorerInput) -> list[Format]:
