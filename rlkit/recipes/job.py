@@ -297,7 +297,7 @@ def _check_verl(where: str, section: Mapping[str, Any]) -> None:
     for key, value in section.items():
         if isinstance(value, Mapping):
             _check_verl(f"{where}.{key}", value)
-        elif key in _OF_VERL and value is not None and not where.endswith("critic.optim"):
+        elif key in _OF_VERL and value is not None and f"{where}.{key}" != "trainer.trainer_config.critic.optim.lr":
             raise ConfigError(f"{where}.{key}", f"is {value!r}", "no value", f"set {_OF_VERL[key]} instead")
 
 

@@ -137,6 +137,7 @@ WRONG = {  # override: what the message says
     "explorer.rollout_model.max_respons_tokens=3": "explorer.rollout_model.max_respons_tokens: unknown setting",
     "algorithm.optimizer.optimizer_type=muon": "expected one of 'adam', 'adamw'",
     "algorithm.sample_strategy=staleness_control": "algorithm.sample_strategy: is 'staleness_control'",
+    "trainer.trainer_config.critic.optim.weight_decay=1": "weight_decay: is 1; expected no value (set algorithm.opt",
     "trainer.trainer_config.actor_rollout_ref.actor.optim.lr=1": "optim.lr: is 1; expected no value (set algorithm.opt",
     "explorer.rollout_model.max_response_tokens=3": "set model.max_response_tokens instead",
     "seed=-1": "seed: got -1",

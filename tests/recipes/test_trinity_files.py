@@ -196,7 +196,7 @@ def test_files_that_train(backend, tmp_path, stored, model):
 
 @for_each("name", FILES)
 def test_files_load(name, tmp_path_factory, stored):
-    """Or what a file really needs is named, before anything is connected; no other key of its is in the way."""
+    """Each file loads, or the error names the one thing that rlkit lacks for it, before anything is connected."""
     folder = tmp_path_factory.mktemp("file")
     own = ["backend=toy", "model.tinker.enable=false", "monitor.monitor_type=null", f"checkpoint_root_dir={folder}"]
 
