@@ -14,7 +14,7 @@ from rlkit.errors import RlkitError
 from rlkit.futures import Future
 from rlkit.types import OPTIONAL_OPTIONS, Adam, Datum, Sample, SamplingParams
 
-__all__ = ["STEP", "ConformanceBase", "Refusals", "Unchecked", "check_refused", "max_difference"]
+__all__ = ["STEP", "ConformanceBase", "Unchecked", "check_refused", "max_difference"]
 
 Unchecked: TypeAlias = Any  # tests pass arguments that the types forbid, and ask what a protocol does not promise
 STEP = Adam(learning_rate=0.02)
@@ -132,11 +132,9 @@ def max_difference(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     return max((float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-Refusals: TypeAlias = list[tuple[Callable[[], object], type[RlkitError], str]]  # call, its error, part of the message
-
-
-def check_refused(table: Refusals) -> None:
-    """Check that each call raises its error."""
-    for call, error, match in table:
-        with pytest.raises(error, match=match):
-            call()
+def check_refused(
+    error: type[RlkitError], match: str, call: Callable[..., object], *args: Unchecked, **kwargs: Unchecked
+) -> None:
+    """Check that a call raises this error, with this part of its message."""
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)

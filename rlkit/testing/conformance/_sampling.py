@@ -17,7 +17,7 @@ from rlkit.backends.protocol import (
     TrainerBackend,
 )
 from rlkit.errors import BackendError, ConfigError, DataError, UnsupportedError
-from rlkit.testing.conformance._base import ConformanceBase, Refusals, Unchecked, check_refused, max_difference
+from rlkit.testing.conformance._base import ConformanceBase, Unchecked, check_refused, max_difference
 from rlkit.types import Adam, Sample, SamplingParams
 
 LONG, SHORT = SamplingParams(max_tokens=12, stop=()), SamplingParams(max_tokens=2)
@@ -273,33 +273,21 @@ class SamplingTests(ConformanceBase):
 
     def test_bad_sampling_calls(self, policy: Unchecked, sampler: Unchecked) -> None:
         """Prompts and settings are checked before anything is sampled."""
-        size = policy.tokenizer.vocab_size
-        ids = r"sample\(prompt\)"
-        table: Refusals = [
-            (lambda: sampler.sample("text", SHORT), DataError, "encode"),
-            (lambda: sampler.sample([], SHORT), DataError, ids),
-            (lambda: sampler.sample(None, SHORT), DataError, ids),
-            (lambda: sampler.sample([[1, 2]], SHORT), DataError, ids),
-            (lambda: sampler.sample([1.5], SHORT), DataError, ids),
-            (lambda: sampler.sample([True, False], SHORT), DataError, ids),
-            (lambda: sampler.sample([1, -1], SHORT), DataError, r"\[1\]"),
-            (lambda: sampler.sample([1, 2, size], SHORT), DataError, r"\[2\]"),
-            (lambda: sampler.sample([1] * policy.max_length, SHORT), DataError, "context"),
-            (lambda: sampler.sample([1], None), ConfigError, "SamplingParams"),
-            (lambda: sampler.sample([1], {"max_tokens": 1}), ConfigError, "SamplingParams"),
-            (lambda: sampler.sample([1], SHORT, n=0), ConfigError, r"sample\(n\)"),
-            (lambda: sampler.sample([1], SHORT, n=True), ConfigError, r"sample\(n\)"),
-            (lambda: sampler.sample([1], SHORT, n=1.0), ConfigError, r"sample\(n\)"),
-            (lambda: sampler.sample([1], SHORT, seed=-1), ConfigError, r"sample\(seed\)"),
-            (lambda: sampler.sample([1], SHORT, seed="a"), ConfigError, r"sample\(seed\)"),
-            (lambda: sampler.sample([1], SamplingParams(stop=(size,))), DataError, "stop"),
-            (lambda: sampler.logprobs("text"), DataError, "encode"),
-            (lambda: sampler.logprobs([1, size]), DataError, r"\[1\]"),
-            (lambda: sampler.logprobs([1] * (policy.max_length + 1)), DataError, "context"),
-            (lambda: sampler.logprobs([1, 2], temperature=0.0), ConfigError, "temperature"),
-            (lambda: sampler.logprobs([1, 2], temperature=float("nan")), ConfigError, "temperature"),
-        ]
-        check_refused(table)
+        size, sample = policy.tokenizer.vocab_size, sampler.sample
+        for prompt in ([], None, [[1, 2]], [1.5], [True, False]):
+            check_refused(DataError, r"sample\(prompt\)", sample, prompt, SHORT)
+        for tokens, match in (("text", "encode"), ([1, -1], r"\[1\]"), ([1, 2, size], r"\[2\]")):
+            check_refused(DataError, match, sample, tokens, SHORT)
+        check_refused(DataError, "context", sample, [1] * policy.max_length, SHORT)
+        for params in (None, {"max_tokens": 1}):
+            check_refused(ConfigError, "SamplingParams", sample, [1], params)
+        for name, value in (("n", 0), ("n", True), ("n", 1.0), ("seed", -1), ("seed", "a")):
+            check_refused(ConfigError, rf"sample\({name}\)", sample, [1], SHORT, **{name: value})
+        check_refused(DataError, "stop", sample, [1], SamplingParams(stop=(size,)))
+        for tokens, match in (("text", "encode"), ([1, size], r"\[1\]"), ([1] * (policy.max_length + 1), "context")):
+            check_refused(DataError, match, sampler.logprobs, tokens)
+        for temperature in (0.0, float("nan")):
+            check_refused(ConfigError, "temperature", sampler.logprobs, [1, 2], temperature=temperature)
         assert len(sampler.sample([1], SHORT).result()) == 1
 
 

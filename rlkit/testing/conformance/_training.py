@@ -22,12 +22,13 @@ from rlkit.errors import (
     ConfigError,
     DataError,
     RequestCancelled,
+    RlkitError,
     TrainerFailed,
     UnknownNameError,
     UnsupportedError,
 )
 from rlkit.futures import Future
-from rlkit.testing.conformance._base import STEP, ConformanceBase, Refusals, Unchecked, check_refused, max_difference
+from rlkit.testing.conformance._base import STEP, ConformanceBase, Unchecked, check_refused, max_difference
 from rlkit.types import Adam, Datum, SamplingParams
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ class GradientTests(ConformanceBase):
         cut = attrs.evolve(data[0], truncated=True)
         weighted, tall = data[0].with_inputs(weights=1.0), data[0].with_inputs(x=np.ones((len(data[0]), 1)))
         run = policy.forward_backward
-        table: Refusals = [
+        table: list[tuple[Callable[[], object], type[RlkitError], str]] = [
             (lambda: run([], "ppo"), DataError, "empty"),
             (lambda: run(None, "ppo"), DataError, "data"),
             (lambda: run(data[0], "ppo"), DataError, "list of Datum"),
@@ -344,7 +345,8 @@ class GradientTests(ConformanceBase):
             (lambda: policy.optim_step(None), ConfigError, "Adam"),
             (lambda: policy.optim_step({"learning_rate": 1e-4}), ConfigError, "Adam"),
         ]
-        check_refused(table)
+        for call, error, match in table:
+            check_refused(error, match, call)
         assert max_difference(before, self.logprobs(policy, data)) == 0.0
         with pytest.raises(BackendError, match="accumulated"):
             policy.optim_step(Adam())
