@@ -66,8 +66,9 @@ slow-list: $(READY) ## measure all tests and write tests/slow.txt
 families: $(READY) ## measure which paths compute which architectures and write families.toml
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.measure --write
 
-test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
+test-server: $(READY) $(if $(URL),,$(SERVER)/ready) ## the Tinker backend on a real server of its API, which this installs; URL= MODEL=: on another
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
+	RLKIT_SERVER_URL=$(URL) RLKIT_SERVER_MODEL=$(MODEL) \
 	$(BIN)/python -m pytest $(REPORT) tests/realserver --session-timeout 5400 $(ARGS)
 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler of what is trained here, which this installs

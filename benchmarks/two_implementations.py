@@ -166,7 +166,7 @@ def main() -> None:
         server = None
         if "server" in given.sides:
             stack.enter_context(mock.patch.dict(os.environ, TINKER_API_KEY="tml-any-key-is-let-in"))
-            server = RealServer(given.server, model, given.out / "server", mode="sum", **small)
+            server = RealServer(given.server, model, given.out / "server", **small)
             stack.enter_context(server)
         for seed in range(given.seeds):
             for side in given.sides:

@@ -1,18 +1,17 @@
-"""Starts SkyRL's server of the Tinker API so that the SDK can speak to it. Run by the Python of .venv-server alone.
+"""Start SkyRL's server of the Tinker API so that the SDK can speak to it. Run by the Python of .venv-server alone.
 
     .venv-server/bin/python tests/realserver/launch.py --port 8001 --base-model DIR --backend jax ...
 
-The options are those of ``skyrl.tinker.api``, with ``--mode`` beside them:
+The options are those of ``skyrl.tinker.api``. As it is installed, skyrl 0.4.0 was written for an older SDK, Python 3.12
+and ``uv``, answers less than the API documents, and trains by other gradients. Changed here:
 
-    stock   the server as it is installed, with shims alone: skyrl 0.4.0 was written for an older SDK, Python 3.12 and
-            ``uv``, and without them the SDK 0.38 cannot speak to it. ``patch_api`` has them; none changes a number.
-    own     also corrections that complete its answers: the end tokens of the model where no stop is named, a first
-            entry in ``prompt_logprobs``, ``metrics["loss:sum"]``, and no gradient that a model before left behind.
-    sum     also gradients that are sums over tokens and datums, as the Tinker API documents them, in place of the
-            server's mean over sequences of means over their weights.
+- ``patch_api``: what the SDK 0.38 asks for beyond it, and the end tokens of the model where a request names no stop.
+- ``patch_scheduler``: a step is not applied before the gradient that was sent before it.
+- ``patch_answers``: a first entry in ``prompt_logprobs``, and ``metrics["loss:sum"]``.
+- ``patch_gradients``: gradients are sums over tokens and datums, as the Tinker API documents them, in place of means
+  over sequences of means over their weights; and a model does not start with what another left in its place.
 
-Models, optimizer, sampler and storage run as they are installed in all three. The scheduler's queries are made in
-another order (``patch_scheduler``): as installed, it may apply a step before the gradient that was sent before it.
+Models, optimizer, sampler and storage run as they are installed.
 
 It ends when its standard input is closed, so it never outlives who started it; the engine, a child process, ends with
 it.
@@ -30,12 +29,8 @@ from typing import Any
 # ruff: noqa: B008  # FastAPI's way to ask for a session
 
 
-def patch_api(ends: list[int] | None) -> Any:
-    """The module ``skyrl.tinker.api``, with what the SDK 0.38 asks for beyond it: the shims.
-
-    Args:
-        ends: the correction of requests without a stop: the model's end tokens; None leaves them as they are.
-    """
+def patch_api(ends: list[int]) -> Any:
+    """Return the module ``skyrl.tinker.api``, with what the SDK 0.38 asks for beyond it; ``ends``: the end tokens."""
     import datetime as dt
 
     from fastapi import Depends, Request, Response
@@ -60,9 +55,9 @@ def patch_api(ends: list[int] | None) -> Any:
     async def asample(
         request: api.SampleRequest, raw: Request, session: AsyncSession = Depends(api.get_session)
     ) -> dict[str, Any]:
-        """The SDK wants an id for each sequence with the promise of a sample, and fails without them. Corrected: no
-        stop at all means the model's end tokens to it; to the server it means what an empty list does."""
-        if ends is not None and request.sampling_params.stop is None:
+        """The SDK wants an id for each sequence with the promise of a sample, and fails without them. No stop at all
+        means the model's end tokens to it; to the server it means what an empty list does."""
+        if request.sampling_params.stop is None:
             request.sampling_params.stop = ends
         answer = await api.asample(request, raw, session)
         ids = [f"{answer.request_id}:{i}" for i in range(request.num_samples)]
@@ -147,14 +142,9 @@ def patch_scheduler() -> None:
     TinkerEngine.find_single_requests = lambda self, session: found.pop()
 
 
-def patch_engine(mode: str) -> None:
-    """The corrections in the engine: what is missing in its results, and gradients that are sums; none of the stock."""
-    if mode == "stock":
-        return
-    import jax
-    import jax.numpy as jnp
+def patch_answers() -> None:
+    """Complete the engine's answers."""
     from skyrl.backends import jax as backend
-    from skyrl.tinker import loss_fns
 
     model_pass = backend.JaxBackendImpl._model_pass
 
@@ -177,6 +167,17 @@ def patch_engine(mode: str) -> None:
                 result.prompt_logprobs = [None, *result.prompt_logprobs]
         return results
 
+    backend.JaxBackendImpl._model_pass = with_loss
+    backend.JaxBackendImpl.sample = with_first
+
+
+def patch_gradients() -> None:
+    """Make gradients sums, and have every model start without one."""
+    import jax
+    import jax.numpy as jnp
+    from skyrl.backends import jax as backend
+    from skyrl.tinker import loss_fns
+
     delete_model = backend.JaxBackendImpl.delete_model
 
     def with_its_gradient(self: Any, model_id: str) -> None:
@@ -186,11 +187,7 @@ def patch_engine(mode: str) -> None:
         with jax.set_mesh(self.mesh):
             self.accumulated_grads = self.accumulated_grads.reset_adapter(jnp.int32(place))
 
-    backend.JaxBackendImpl._model_pass = with_loss
     backend.JaxBackendImpl.delete_model = with_its_gradient
-    backend.JaxBackendImpl.sample = with_first
-    if mode == "own":
-        return
 
     @jax.custom_vjp
     def scaled(value: Any, scale: Any) -> Any:
@@ -227,7 +224,6 @@ def main() -> None:
     """Serves until its standard input is closed, or runs the engine (what the server starts as its child)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="store_true", help="be the engine")
-    parser.add_argument("--mode", choices=("stock", "own", "sum"), default="stock", help="what is corrected: see above")
     options, rest = parser.parse_known_args()
 
     import typing_extensions
@@ -236,15 +232,14 @@ def main() -> None:
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     if options.engine:
         patch_scheduler()
-        patch_engine(os.environ["RLKIT_MODE"])
+        patch_answers()
+        patch_gradients()
         sys.argv[1:] = rest
         from skyrl.tinker import engine
 
         engine.main()
         return
     import uvicorn
-
-    os.environ["RLKIT_MODE"] = options.mode  # for the child
     from skyrl.tinker.config import EngineConfig, add_model
 
     server = argparse.ArgumentParser()
@@ -255,7 +250,7 @@ def main() -> None:
     from transformers import GenerationConfig
 
     ends = GenerationConfig.from_pretrained(found["base_model"]).eos_token_id
-    api = patch_api(None if options.mode == "stock" else ends if isinstance(ends, list) else [ends])
+    api = patch_api(ends if isinstance(ends, list) else [ends])
     api.app.state.engine_config = EngineConfig.model_validate(found)
 
     def until_closed() -> None:

@@ -1,10 +1,11 @@
-"""A real server of the Tinker API as a child process, with its log and its end."""
+"""A real server of the Tinker API as a child process: SkyRL's, by the command of docs/how-to/servers.md."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -15,15 +16,12 @@ from typing import Any, Self
 
 from rlkit.backends.vllm._server import free_port
 
-LAUNCH = Path(__file__).with_name("launch.py")
-# One sequence per micro-batch: JAX compiles for each number of rows, and the result does not depend on it.
-SETTINGS = {
-    "max_lora_adapters": 32,
-    "max_lora_rank": 32,
-    "train_micro_batch_size": 1,
-    "sample_max_num_sequences": 32,
-    "loss_chunk_size": 256,
-}
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")
+COMMAND = re.search(r"^```sh\n# the server[^\n]*\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
+SETTINGS = {"max_lora_adapters": 32}  # beside those of the page
+# Adapters are freed when a session is silent.
+MORE = " --session-timeout-sec 120 --session-cleanup-interval-sec 5"
 
 
 class RealServer:
@@ -33,90 +31,78 @@ class RealServer:
         python: with the server in it.
         model: the base model's folder.
         folder: for its states, its log and its database.
-        mode: "stock", "own" or "sum": what of it is corrected, see ``launch.py``.
-        settings: of its engine, beside ``SETTINGS``.
+        settings: of its engine, in place of those of the page and ``SETTINGS``.
 
     Attributes:
         url: for TINKER_BASE_URL.
         model: the base model's folder, which is also its name for clients.
-        log: what the server and its engine print.
-        checkpoints: where they save.
     """
 
-    def __init__(self, python: str, model: str, folder: Path, *, mode: str, **settings: Any) -> None:
+    def __init__(self, python: str, model: str, folder: Path, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.model = model
-        self.checkpoints = folder / "checkpoints"
-        self.log = folder / "server.log"
+        self.model, self._folder, self._log = model, folder, folder / "server.log"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [python, str(LAUNCH), "--port", str(port), "--mode", mode, "--base-model", model]
-        command += ["--backend", "jax", "--backend-config", json.dumps({**SETTINGS, **settings})]
-        command += ["--checkpoints-base", str(self.checkpoints), "--database-url", f"sqlite:///{folder / 'tinker.db'}"]
-        command += ["--session-timeout-sec", "120", "--session-cleanup-interval-sec", "5"]  # adapters are freed by it
-        cache = Path(python).parents[1] / "jax-cache"  # what was compiled once is not compiled again
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("RLKIT_", "TINKER_"))},
-            "HF_HUB_OFFLINE": "1",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-            "PYTHONUNBUFFERED": "1",
-        }
-        environment.pop("PYTHONPATH", None)
-        with self.log.open("wb") as log:
+        changes = {".venv-server/bin/python": python, "Qwen/Qwen3-0.6B": model, "8000": str(port)}
+        changes |= {"$HOME/skyrl": str(folder), "sleep infinity | ": ""}  # the pipe below in its place
+        command = COMMAND.rstrip() + MORE
+        for old, new in changes.items():
+            assert old in command, old
+            command = command.replace(old, new)
+        given = json.loads(re.search(r"'({.*?})'", command, re.DOTALL)[1])
+        made = json.dumps({**given, **SETTINGS, **settings})
+        command = re.sub(r"'{.*?}'", lambda _: f"'{made}'", command, count=1, flags=re.DOTALL)
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("RLKIT_", "TINKER_", "PYTHONPATH"))}
+        environment |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        # What was compiled once is not compiled again.
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path(python).parents[1] / "jax-cache")}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                ["bash", "-c", command],
+                cwd=ROOT,
+                env=environment,
                 stdin=subprocess.PIPE,  # it ends when this is closed, and so when this process ends
                 stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+                stderr=log,
                 start_new_session=True,  # a group of its own, which can be ended whole
             )
 
     def __enter__(self) -> Self:
-        try:
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
+        end = time.monotonic() + 600.0
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.close()
+                raise RuntimeError(f"the server did not start:\n{self.tail()}")
+            time.sleep(0.2)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the server and its engine, and waits for both."""
-        process = self._process
-        if process.stdin is not None and not process.stdin.closed:
-            process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
-        with contextlib.suppress(ProcessLookupError):  # the engine is of the same group, and may be all that is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def _answers(self) -> bool:
+        health = f"{self.url}/api/v1/healthz"
+        with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:  # noqa: S310
+            return answer.status == 200
+        return False
 
-    def tail(self, lines: int = 40) -> str:
-        """The end of the log."""
-        text = self.log.read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+    def close(self) -> None:
+        """End the server and its engine, and wait for both."""
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=15)
+        with contextlib.suppress(ProcessLookupError):  # the engine is of the same group, and may be all that is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def tail(self) -> str:
+        """Return the end of the log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
     def adapter(self, path: str, folder: Path) -> Path:
-        """Unpacks what ``save_weights_for_sampler`` saved at ``path``: an adapter in peft's format."""
+        """Unpack what ``save_weights_for_sampler`` saved at ``path``: an adapter in peft's format."""
         run, _, name = path.removeprefix("tinker://").partition("/")
         name = name.removeprefix("sampler_weights/")
-        with tarfile.open(self.checkpoints / run / "sampler_weights" / f"{name}.tar.gz") as archive:
+        with tarfile.open(self._folder / "checkpoints" / run / "sampler_weights" / f"{name}.tar.gz") as archive:
             archive.extractall(folder, filter="data")
         return folder
-
-    def _wait(self, seconds: float = 600.0) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
-            health = f"{self.url}/api/v1/healthz"
-            with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:  # noqa: S310
-                if answer.status == 200:
-                    return
-            time.sleep(0.2)
-        raise RuntimeError(f"the server did not answer within {seconds} s:\n{self.tail()}")

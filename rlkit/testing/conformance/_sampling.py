@@ -1,4 +1,4 @@
-"""Samples, snapshots, seeds, and the logprobs on both sides."""
+"""Samples, snapshots, seeds, and the logprobs on both sides; samplers that can teach."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from rlkit.backends.protocol import LiveSampler, LiveSampling, Sampler, TrainerBackend
-from rlkit.errors import BackendError, DataError, UnsupportedError
-from rlkit.testing.conformance._harness import Harness, worst
+from rlkit.backends.protocol import (
+    LiveSampler,
+    LiveSampling,
+    PromptLogprobs,
+    Sampler,
+    TargetLogprobs,
+    TopK,
+    TrainerBackend,
+)
+from rlkit.errors import BackendError, ConfigError, DataError, UnsupportedError
+from rlkit.testing.conformance._base import ConformanceBase, Unchecked, check_refused, max_difference
 from rlkit.types import Adam, Sample, SamplingParams
 
-LONG = SamplingParams(max_tokens=12, stop=())
+LONG, SHORT = SamplingParams(max_tokens=12, stop=()), SamplingParams(max_tokens=2)
 FAR = Adam(learning_rate=0.05)
 OPTIONS = {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
 
 
-class SamplingTests(Harness):
+class SamplingTests(ConformanceBase):
     """A sampler is a frozen policy, and says how likely each of its tokens was."""
 
     @staticmethod
@@ -37,11 +45,11 @@ class SamplingTests(Harness):
                 policy.sampler().result().logprobs(samples[0].prompt, temperature=temperature)
             return
         trained = self.logprobs(policy, [s.datum(0.0) for s in samples])
-        assert worst(trained, [s.logprobs for s in samples]) < self.tolerance
+        assert max_difference(trained, [s.logprobs for s in samples]) < self.tolerance
         first = samples[0]
         sampler = policy.sampler().result()
         scored = sampler.logprobs(np.concatenate([first.prompt, first.tokens]), temperature=temperature).result()
-        assert worst([scored[first.prompt.size :]], [first.logprobs]) < self.tolerance
+        assert max_difference([scored[first.prompt.size :]], [first.logprobs]) < self.tolerance
 
     def test_logprobs_are_a_distribution(self, policy: TrainerBackend, sampler: Sampler) -> None:
         """Over all continuations of a prompt, the probabilities sum to 1: the logprob at i is of token i."""
@@ -102,7 +110,7 @@ class SamplingTests(Harness):
         a, b = (sampler.sample(self.prompt(policy), params, seed=seed).result()[0] for seed in (1, 2))
         scored = sampler.logprobs(np.concatenate([a.prompt, a.tokens])).result()[a.prompt.size :]
         assert a.tokens.tolist() == b.tokens.tolist()
-        assert worst([scored], [a.logprobs]) < self.tolerance
+        assert max_difference([scored], [a.logprobs]) < self.tolerance
 
     def test_truncation_renormalises(self, policy: TrainerBackend, sampler: Sampler) -> None:
         """With top_k = 1 every token is certain; with top_p the reported probabilities are those of what is left."""
@@ -212,7 +220,7 @@ class SamplingTests(Harness):
         assert after.sample(tokens[:3], LONG).result()[0].version == 1
         trained = policy.forward(data).result().logprobs[0]
         scored = after.logprobs(tokens, temperature=data[0].temperature).result()
-        assert worst([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
+        assert max_difference([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
 
     def test_base_is_never_written(self, policy: TrainerBackend) -> None:
         """Training, snapshots and sampling leave the base model as it was, to the bit."""
@@ -248,8 +256,8 @@ class SamplingTests(Harness):
             newest = policy.sampler().result()
             assert update.result() == live.version == newest.version == before.version + 1
             either = [sampler.logprobs(prompt).result() for sampler in (before, newest)]
-            assert min(worst([first.result()], [x]) for x in either) < self.tolerance
-            assert worst([live.logprobs(prompt).result()], [either[1]]) < self.tolerance
+            assert min(max_difference([first.result()], [x]) for x in either) < self.tolerance
+            assert max_difference([live.logprobs(prompt).result()], [either[1]]) < self.tolerance
             assert {s.version for s in live.sample(prompt, LONG, n=2, seed=1).result()} == {newest.version}
             self.check_versions(running.result(), {before.version, newest.version}, live.switches)
             assert live.update().result() == newest.version
@@ -262,3 +270,107 @@ class SamplingTests(Harness):
         for sample in samples:
             assert {*sample.token_versions.tolist()} <= versions
             assert switches == "token" or sample.versions is None
+
+    def test_bad_sampling_calls(self, policy: Unchecked, sampler: Unchecked) -> None:
+        """Prompts and settings are checked before anything is sampled."""
+        size, sample = policy.tokenizer.vocab_size, sampler.sample
+        for prompt in ([], None, [[1, 2]], [1.5], [True, False]):
+            check_refused(DataError, r"sample\(prompt\)", sample, prompt, SHORT)
+        for tokens, match in (("text", "encode"), ([1, -1], r"\[1\]"), ([1, 2, size], r"\[2\]")):
+            check_refused(DataError, match, sample, tokens, SHORT)
+        check_refused(DataError, "context", sample, [1] * policy.max_length, SHORT)
+        for params in (None, {"max_tokens": 1}):
+            check_refused(ConfigError, "SamplingParams", sample, [1], params)
+        for name, value in (("n", 0), ("n", True), ("n", 1.0), ("seed", -1), ("seed", "a")):
+            check_refused(ConfigError, rf"sample\({name}\)", sample, [1], SHORT, **{name: value})
+        check_refused(DataError, "stop", sample, [1], SamplingParams(stop=(size,)))
+        for tokens, match in (("text", "encode"), ([1, size], r"\[1\]"), ([1] * (policy.max_length + 1), "context")):
+            check_refused(DataError, match, sampler.logprobs, tokens)
+        for temperature in (0.0, float("nan")):
+            check_refused(ConfigError, "temperature", sampler.logprobs, [1, 2], temperature=temperature)
+        assert len(sampler.sample([1], SHORT).result()) == 1
+
+
+class ScoreTests(ConformanceBase):
+    """A sampler with ``TopK`` and ``TargetLogprobs`` can teach by the top-k losses."""
+
+    @pytest.fixture
+    def scorer(self, sampler: Unchecked) -> Unchecked:
+        """Return a sampler that has both protocols."""
+        if not (isinstance(sampler, TopK) and isinstance(sampler, TargetLogprobs)):
+            pytest.skip("its samplers have neither TopK nor TargetLogprobs")
+        return sampler
+
+    def test_top_logprobs_are_the_largest(self, policy: Unchecked, scorer: Unchecked) -> None:
+        """Of all logprobs at a place, the best first; those at the text's own tokens are ``logprobs``; row 0 is 0."""
+        tokens = self.prompt(policy, "hello")
+        everything = np.tile(np.arange(policy.tokenizer.vocab_size), (tokens.size, 1))
+        ids, logprobs = scorer.top_logprobs(tokens, 5).result()
+        whole = scorer.target_logprobs(tokens, everything).result()
+        scored = scorer.logprobs(tokens).result()
+        if isinstance(scorer, PromptLogprobs):  # both, of one pass
+            self.check_prompt_logprobs(scorer, tokens, scored, logprobs)
+        assert (ids.dtype, logprobs.dtype, whole.dtype) == (np.int64, np.float32, np.float32)
+        assert ids.shape == logprobs.shape == (tokens.size, 5)
+        assert not ids[0].any()
+        assert not logprobs[0].any()
+        assert not whole[0].any()
+        places = np.arange(1, tokens.size)
+        assert max_difference([np.sort(whole[1:])[:, :-6:-1]], [logprobs[1:]]) < self.tolerance
+        assert max_difference([np.take_along_axis(whole[1:], ids[1:], 1)], [logprobs[1:]]) < self.tolerance
+        assert max_difference([whole[places, tokens[1:]]], [scored[1:]]) < self.tolerance
+        assert np.exp(whole[1:]).sum(-1) == pytest.approx(1.0, abs=1e-3)
+
+    def check_prompt_logprobs(
+        self, scorer: PromptLogprobs, tokens: np.ndarray, scored: np.ndarray, largest: np.ndarray
+    ) -> None:
+        """Check that one pass gives the logprobs of the tokens, and the largest."""
+        both = scorer.prompt_logprobs(tokens, 5).result()
+        assert max_difference(both[:1], [scored]) < self.tolerance
+        assert max_difference(both[2:], [largest]) < self.tolerance
+        assert [each.dtype for each in both] == [np.float32, np.int64, np.float32]
+
+    def test_targets_of_minus_one_are_none(self, scorer: Unchecked) -> None:
+        """Their logprob is 0, as is that of the first token's targets; one token alone has none at all."""
+        scores = scorer.target_logprobs([1, 2, 3], [[5, -1], [-1, 6], [7, 8]]).result()
+        assert (scores == 0).tolist() == [[True, True], [True, False], [False, False]]
+        assert not scorer.target_logprobs([1], [[5]]).result().any()
+        assert not scorer.top_logprobs([1], 2).result()[1].any()
+
+    def test_masked_logprobs_are_those_of_the_whole_text(self, policy: Unchecked, sampler: Unchecked) -> None:
+        """Where the mask is true, but for the first token; 0 elsewhere."""
+        tokens = self.prompt(policy, "hello there")
+        mask = np.arange(tokens.size) % 2 == 0
+        whole = sampler.logprobs(tokens).result()
+        if not hasattr(sampler, "masked_logprobs"):
+            pytest.skip("its samplers have no masked_logprobs")
+        masked = sampler.masked_logprobs(tokens, mask).result()
+        assert masked.dtype == np.float32
+        assert max_difference([masked], [np.where(mask, whole, 0.0)]) < self.tolerance
+        with pytest.raises(DataError, match="mask"):
+            sampler.masked_logprobs(tokens, mask[1:])
+
+    def test_bad_targets_are_refused(self, policy: Unchecked, scorer: Unchecked) -> None:
+        """At the call, naming the argument."""
+        size = policy.tokenizer.vocab_size
+        bad: object
+        for bad in ([[5.0]] * 3, [[5]], [5, 6, 7], [[-2]] * 3, [[size]] * 3, [[]] * 3):
+            with pytest.raises(DataError, match="targets"):
+                scorer.target_logprobs([1, 2, 3], bad)
+        for k in (0, size + 1, 2.0):
+            with pytest.raises(ConfigError, match="k"):
+                scorer.top_logprobs([1, 2], k)
+            if isinstance(scorer, PromptLogprobs):
+                with pytest.raises(ConfigError, match="k"):
+                    scorer.prompt_logprobs([1, 2], k)  # type: ignore[arg-type]  # on purpose
+
+    def test_a_teacher_of_the_top_k_is_imitated(self, policy: Unchecked, scorer: Unchecked) -> None:
+        """The loss against the policy's own top k is 0, and its gradient vanishes where k is the vocabulary."""
+        (sample,) = self.samples(policy)[:1]
+        text = np.concatenate([sample.prompt, sample.tokens])
+        k = min(policy.tokenizer.vocab_size, 1000)
+        ids, logprobs = scorer.top_logprobs(text, k).result()
+        datum = sample.datum()
+        chosen = {"target_tokens": datum.select(ids), "teacher_logprobs": datum.select(logprobs)}
+        output = policy.forward([datum.with_inputs(**chosen)], "topk_forward_kl").result()
+        assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=sample.tokens.size * k * self.tolerance / 100)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit import _check
 from rlkit._seeds import SeedStream, streams
 from rlkit.backends.requests import Stop, check_prompt, check_request
 from rlkit.backends.samplers import SamplingEngine
 from rlkit.futures import Future
-from rlkit.testing.conformance._sampling import SamplingTests
+from rlkit.testing.conformance import SamplingTests
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -87,6 +88,7 @@ class Sampler(contextlib.AbstractContextManager):
     @torch.no_grad()
     def logprobs(self, tokens, *, temperature=1.0):
         array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        _check.temperature("logprobs(temperature)", temperature, zero=False)
         self.check_open()
         logits = self.model(input_ids=torch.tensor(array.tolist())[None]).logits[0, :-1] / temperature
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(array[1:].tolist(), dtype=torch.int64)[:, None])

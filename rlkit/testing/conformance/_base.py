@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 
 from rlkit.backends.protocol import Sampler, TrainerBackend
+from rlkit.errors import RlkitError
 from rlkit.futures import Future
 from rlkit.types import OPTIONAL_OPTIONS, Adam, Datum, Sample, SamplingParams
 
-__all__ = ["STEP", "Harness", "Unchecked", "worst"]
+__all__ = ["STEP", "ConformanceBase", "Unchecked", "check_refused", "max_difference"]
 
 Unchecked: TypeAlias = Any  # tests pass arguments that the types forbid, and ask what a protocol does not promise
 STEP = Adam(learning_rate=0.02)
 
 
-class Harness:
+class ConformanceBase:
     """Base of the conformance tests.
 
     Attributes:
-        skips: name of a test -> why this backend cannot pass it.
+        skips: name of a test, or of one of its cases ("test_clipping[0.5]") -> why this backend cannot pass it.
         tolerance: largest difference of two logprobs that should be equal.
         exact: a sample does not depend, bit for bit, on other requests in progress.
         recovers: after a failure is read, calls are accepted again.
@@ -44,9 +45,10 @@ class Harness:
 
     @pytest.fixture(autouse=True)
     def _declared_skip(self, request: pytest.FixtureRequest) -> None:
-        unknown = [name for name in self.skips if not hasattr(self, name)]
+        unknown = [name for name in self.skips if not hasattr(self, name.partition("[")[0])]
         assert not unknown, f"skips names tests that do not exist: {unknown}"
-        reason = self.skips.get(getattr(request.node, "originalname", request.node.name))
+        whole = getattr(request.node, "originalname", request.node.name)
+        reason = self.skips.get(request.node.name, self.skips.get(whole))
         if reason is not None:
             assert reason.strip(), "a skip needs a reason"
             pytest.skip(reason)
@@ -123,8 +125,16 @@ class Harness:
         return arrays
 
 
-def worst(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+def max_difference(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     """Return the largest absolute difference of two lists of arrays."""
     assert len(a) == len(b)
     assert all(x.shape == y.shape for x, y in zip(a, b, strict=True))
     return max((float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def check_refused(
+    error: type[RlkitError], match: str, call: Callable[..., object], *args: Unchecked, **kwargs: Unchecked
+) -> None:
+    """Check that a call raises this error, with this part of its message."""
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)
