@@ -16,21 +16,10 @@ from rlkit import _check
 from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
 from rlkit.backends.samplers import SuccessiveSampler
+from rlkit.backends.tinker import _connect
 from rlkit.backends.tinker._calls import Calls
-from rlkit.backends.tinker._connect import (
-    Deadline,
-    close_service,
-    find_models,
-    find_tokenizer,
-    list_models,
-    open_sampler,
-    open_service,
-    open_training_client,
-    resolve_length,
-    rest_client,
-)
 from rlkit.backends.tinker._losses import find_route, send_forward, send_loss
-from rlkit.backends.tinker._paths import check_label, check_path, make_name, metadata_of
+from rlkit.backends.tinker._paths import SavedState, check_label, check_path, make_name, metadata_of
 from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
 from rlkit.backends.trainer import BaseTrainer, CallQueue, Checked, Inner, Job, PendingResult, check_start_options
 from rlkit.errors import UnsupportedError
@@ -39,13 +28,14 @@ from rlkit.metrics.names import with_ending
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
-    from tinker import SamplingClient, ServiceClient, types
+    from tinker import APIFuture, RestClient, SamplingClient, ServiceClient, types
     from transformers import PreTrainedTokenizerBase
 
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["TinkerBackend", "TinkerSampler", "list_models"]
 
+list_models = _connect.list_models
 T = TypeVar("T")
 
 
@@ -65,7 +55,7 @@ class TinkerBackend(BaseTrainer):
             which needs a network.
         max_length: longest sequence in tokens; None for what the service says, else 32768.
         deadline: seconds that a call may take, from when the one before it is done (a sample: from when it is asked
-            for). Connecting may take as long.
+            for). Each step of connecting may take as long, the first answer a minute.
         off_temperature: data sampled at a temperature other than 1, which the service cannot train at: "raise" an
             error; "rescore": a sampler gives such samples their untempered logprobs, for one more pass over each;
             "keep" the logprobs as they are, which leaves the ratio off 1.
@@ -106,32 +96,35 @@ class TinkerBackend(BaseTrainer):
     ) -> None:
         path, resumes = check_start_options("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
-        until = Deadline(_check.real("deadline", deadline, above=0.0, why="seconds"))
-        self.service_client = open_service(client, base_url, api_key, project, until.seconds)
+        seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
+        self.service_client = service = _connect.open_service(client, base_url, api_key, project, seconds)
+        self._calls = calls = Calls(service.holder, seconds)
         self._own_service = client is None
+        saved = SavedState()
         try:
-            self._models = find_models(self.service_client, until)
-            self.training_client, saved = open_training_client(
-                self.service_client, until, self._models, model=model, lora=lora, seed=seed, path=path, resumes=resumes
-            )
-            self.tokenizer = find_tokenizer(tokenizer, self.training_client, until.seconds)
-            info = self.training_client.get_info()
-            self.max_length = resolve_length(self._models, info.model_data.model_name, max_length)
+            self._models = _connect.find_models(service, calls)
+            if path is None:
+                training = _connect.open_training_client(service, calls, self._models, model, lora, seed)
+            else:
+                training, saved = _connect.load_training_client(service, calls, path, model, lora, resumes=resumes)
+            self.training_client = training
+            self.tokenizer = _connect.find_tokenizer(tokenizer, training, seconds)
+            info = training.get_info()
+            self.max_length = _connect.resolve_length(self._models, info.model_data.model_name, max_length)
         except BaseException:
-            self._close_service(until.seconds)
+            self._close_service()
             raise
         rank = f"LoRA r={info.lora_rank}, " if info.lora_rank else ""
-        self.about = f"{info.model_data.model_name}, {rank}{self.training_client.model_id}"
+        self.about = f"{info.model_data.model_name}, {rank}{training.model_id}"
         self._off_temperature: OffTemperature = off_temperature
         entropy = resolve_seed(seed) if saved.seed is None or seed is not None else saved.seed
         self._seeds = SeedStream(entropy, 0 if seed is not None else saved.requests)
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Inner[SamplingClient]] | None = None
-        self._calls = Calls(self.service_client.holder, until.seconds)
-        self._queue = CallQueue("tinker", self._calls)
+        self._queue = CallQueue("tinker", calls)
 
-    open_sampler = staticmethod(open_sampler)
+    open_sampler = staticmethod(_connect.open_sampler)
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
@@ -185,29 +178,28 @@ class TinkerBackend(BaseTrainer):
         """Return the paths of this run's saved states, oldest first. See ``Storage``."""
 
         async def ask() -> list[str]:
-            found = await rest_client(self.service_client).list_checkpoints(self.training_client.model_id)
+            found = await _connect.rest_client(self.service_client).list_checkpoints(self.training_client.model_id)
             return [each.tinker_path for each in sorted(found.checkpoints, key=lambda each: each.time)]
 
         return self._calls.request("saved", ask, cancels=False)
 
     def delete(self, path: str) -> Future[None]:
         """Remove a saved state. See ``Storage``."""
-        check_path("delete", path, "weights", "sampler_weights")
-
-        async def ask() -> None:
-            await rest_client(self.service_client).delete_checkpoint_from_tinker_path(path)
-
-        return self._calls.request("delete", ask, path=path, cancels=False)
+        return self._change(path, "delete", lambda rest: rest.delete_checkpoint_from_tinker_path(path))
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
         """Schedule the removal of a saved state in ``seconds``, an hour or more. See ``Storage``."""
-        check_path("expire", path, "weights", "sampler_weights")
         _check.optional(_check.integer, "expire(seconds)", seconds, low=3600, why="an hour or more")
+        return self._change(path, "expire", lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, seconds))
+
+    def _change(self, path: str, call: str, send: Callable[[RestClient], APIFuture[None]]) -> Future[None]:
+        """Change a saved state."""
+        check_path(call, path, "weights", "sampler_weights")
 
         async def ask() -> None:
-            await rest_client(self.service_client).set_checkpoint_ttl_from_tinker_path(path, seconds)
+            await send(_connect.rest_client(self.service_client))
 
-        return self._calls.request("expire", ask, path=path, cancels=False)
+        return self._calls.request(call, ask, path=path, cancels=False)
 
     def capabilities(self) -> Mapping[str, object]:
         """Return what the service offers. See ``Capabilities``.
@@ -221,11 +213,11 @@ class TinkerBackend(BaseTrainer):
     def close(self) -> None:
         """Finish the calls made so far, each within its deadline, and end the session. May be called twice."""
         super().close()
-        self._close_service(self._calls.seconds)
+        self._close_service()
 
-    def _close_service(self, seconds: float) -> None:
+    def _close_service(self) -> None:
         if self._own_service:
-            close_service(self.service_client, seconds)
+            _connect.close_service(self.service_client, self._calls.seconds)
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool

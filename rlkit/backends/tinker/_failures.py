@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -106,7 +105,7 @@ def _explain(error: BaseException) -> tuple[str, bool]:
         return "an earlier call of this client failed, so it accepts no more; connect anew with resume_from=", True
     if isinstance(error, json.JSONDecodeError):
         return f"the service's answer is not JSON: {error.msg}", False
-    if isinstance(error, concurrent.futures.CancelledError | TimeoutError):
+    if name == "CancelledError" or isinstance(error, TimeoutError):
         return "it was cancelled", False
     if name == "RetryableException":
         return "its result was lost: the session has expired, or the service no longer has it (410)", False

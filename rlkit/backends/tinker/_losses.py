@@ -41,18 +41,17 @@ def find_route(data: Sequence[Datum], prepared: PreparedLoss) -> Route:
 def send_forward(client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss | None) -> PendingResult[Output]:
     """Ask for logprobs; the value of the loss is taken here."""
     indices = _trained_indices(data)
-    used = [data[i] for i in indices]
-    if not used:
+    if not indices:
         return PendingResult([], lambda _: assemble_output(data, _spread(data, []), {}))
 
     def finish(results: list[types.ForwardBackwardOutput]) -> Output:
-        rows = read_logprobs("forward", _rows(results[0]), used, indices)
+        logprobs = read_logprobs("forward", _rows(results[0]), data, indices)
         if prepared is None:
-            return assemble_output(data, _spread(data, rows), {})
-        found, chosen = _differentiate(prepared, rows, used, indices)
-        return assemble_output(data, _spread(data, chosen), {}, [found])
+            return assemble_output(data, _spread(data, logprobs), {})
+        found, logprobs = _differentiate(prepared, logprobs, data, indices)
+        return assemble_output(data, _spread(data, logprobs), {}, [found])
 
-    datums = [_scored_datum(datum, prepared) for datum in used]
+    datums = [_scored_datum(data[i], prepared) for i in indices]
     return PendingResult([client.forward(datums, "cross_entropy").future()], finish)
 
 
@@ -81,18 +80,22 @@ def _send_hosted(client: TrainingClient, data: Sequence[Datum], calls: Sequence[
         logprobs = [np.zeros(int(datum.mask.sum()), np.float32) for datum in data]
         metrics = {"loss:sum": 0.0}
         for response, indices in zip(results, chosen, strict=True):
-            rows = read_logprobs("forward_backward", _rows(response), [data[i] for i in indices], indices)
+            rows = read_logprobs("forward_backward", _rows(response), data, indices)
             for i, row in zip(indices, rows, strict=True):
                 logprobs[i] = row
-            found = {key: float(x) for key, x in (response.metrics or {}).items() if key == names.with_ending(key)}
-            if not np.isfinite(found.get("loss:sum", np.nan)):  # it may measure what has no value; a loss may not
-                raise BackendError(f"forward_backward: the service's loss is {found.get('loss:sum')}")
-            names.add(metrics, found, len(indices))
+            names.add(metrics, _read_metrics(response), len(indices))
         # A mean is over the datums that were sent, as on other backends; several calls may have sent the same ones.
         averaged = names.averaged(metrics, sum(map(len, chosen)))
         return assemble_output(data, logprobs, {}, metrics=averaged)
 
     return PendingResult(sent, finish)
+
+
+def _read_metrics(response: types.ForwardBackwardOutput) -> dict[str, float]:
+    metrics = {key: float(x) for key, x in (response.metrics or {}).items() if key == names.with_ending(key)}
+    if not np.isfinite(metrics.get("loss:sum", np.nan)):  # the service may measure what has no value; a loss may not
+        raise BackendError(f"forward_backward: the service's loss is {metrics.get('loss:sum')}")
+    return metrics
 
 
 def _send_custom(client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss) -> PendingResult[Output]:
@@ -101,24 +104,23 @@ def _send_custom(client: TrainingClient, data: Sequence[Datum], prepared: Prepar
     That is exact for any loss of the logprobs.
     """
     indices = _trained_indices(data)
-    used = [data[i] for i in indices]
     kept: list[tuple[LossGradient, list[np.ndarray]]] = []
 
     def loss(_: object, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a value with the loss's gradient."""
-        rows = read_logprobs("forward_backward", [x.detach().numpy() for x in logprobs], used, indices)
-        kept.append(_differentiate(prepared, rows, used, indices))
+        rows = read_logprobs("forward_backward", [x.detach().numpy() for x in logprobs], data, indices)
+        kept.append(_differentiate(prepared, rows, data, indices))
         terms = []
-        for x, datum, gradient in zip(logprobs, used, kept[0][0].driver, strict=True):
-            weights, places = x.new_zeros(x.shape), np.flatnonzero(datum.mask) - 1
+        for i, x, gradient in zip(indices, logprobs, kept[0][0].driver, strict=True):
+            weights, places = x.new_zeros(x.shape), np.flatnonzero(data[i].mask) - 1
             if gradient.ndim == 1:
                 weights[places] = gradient
             else:  # the last column has the datum's own tokens
-                weights[places, :-1] = gradient * gradient.new_tensor(_find_real(datum))
+                weights[places, :-1] = gradient * gradient.new_tensor(_find_real(data[i]))
             terms.append((x * weights).sum())
         return sum(terms, start=logprobs[0].new_zeros(())), {}
 
-    datums = [_scored_datum(datum, prepared) for datum in used]
+    datums = [_scored_datum(data[i], prepared) for i in indices]
 
     def finish(_: object) -> Output:
         found, chosen = kept[0]
@@ -128,7 +130,7 @@ def _send_custom(client: TrainingClient, data: Sequence[Datum], prepared: Prepar
 
 
 def _differentiate(
-    prepared: PreparedLoss, rows: Sequence[np.ndarray], used: Sequence[Datum], indices: Sequence[int]
+    prepared: PreparedLoss, rows: Sequence[np.ndarray], data: Sequence[Datum], indices: Sequence[int]
 ) -> tuple[LossGradient, list[np.ndarray]]:
     """Return the gradient of a loss by what ``read_logprobs`` gave, and the logprobs of the datums' own tokens.
 
@@ -137,6 +139,7 @@ def _differentiate(
     """
     import torch
 
+    used = [data[i] for i in indices]
     driver = own = list(rows)
     if prepared.driver == "target_logprobs":
         driver = [np.where(_find_real(d), x[:, :-1], np.float32(0)) for d, x in zip(used, rows, strict=True)]
@@ -208,19 +211,19 @@ def read_logprobs(
     Args:
         call: what was asked for.
         rows: the answer.
-        data: what was sent.
-        indices: where the user's list has them, for errors.
+        data: the datums of the call.
+        indices: which of them were sent.
 
     Raises:
         BackendError: the answer is of another size, or not finite where the policy chose.
     """
-    if len(rows) != len(data):
-        raise BackendError(f"{call}: the service returned {len(rows)} outputs for {len(data)} datums")
+    if len(rows) != len(indices):
+        raise BackendError(f"{call}: the service returned {len(rows)} outputs for {len(indices)} datums")
     logprobs = []
-    for i, row, datum in zip(indices, rows, data, strict=True):
-        places = np.flatnonzero(datum.mask) - 1
+    for i, row in zip(indices, rows, strict=True):
+        places = np.flatnonzero(data[i].mask) - 1
         if row.ndim == 0 or row.shape[0] <= places[-1]:
-            raise BackendError(f"{call}: the service returned logprobs of shape {row.shape} for data[{i}], {datum!r}")
+            raise BackendError(f"{call}: the service returned logprobs of shape {row.shape} for data[{i}], {data[i]!r}")
         logprobs.append(row[places])
         if not np.isfinite(logprobs[-1]).all():
             raise BackendError(f"{call}: the service returned non-finite logprobs for data[{i}]")

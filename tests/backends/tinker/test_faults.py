@@ -384,21 +384,6 @@ def test_no_key(monkeypatch, tmp_path):
         rlkit.connect("tinker", model="toy", base_url="https://x.invalid", deadline=SHORT)
 
 
-def test_what_connecting_refuses(fake):
-    """By option, with the service's words."""
-    nobody = "tinker://nobody/weights/a"
-    for options, kind, match in (
-        ({"api_key": "tml-wrong-key"}, rlkit.BackendError, r"API key \(401\).*TINKER_API_KEY"),
-        ({"model": "tyo"}, rlkit.ConfigError, r"no 'tyo'; did you mean 'toy'"),
-        ({"lora": rlkit.Lora(rank=1000)}, rlkit.ConfigError, r"rank is 1000.*limit is 128"),
-        ({"init_from": "elsewhere"}, rlkit.CheckpointError, r"init_from: 'elsewhere' is not a saved state"),
-        ({"resume_from": nobody}, rlkit.CheckpointError, rf"resume_from: {nobody}: .*\(404\)"),
-        ({"init_from": nobody}, rlkit.CheckpointError, rf"init_from: {nobody}: .*\(404\)"),
-    ):
-        with pytest.raises(kind, match=match):
-            connect(fake, **options)
-
-
 def test_an_expired_session(fake):
     with connect(fake) as policy:
         sampler = policy.sampler().result()
