@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rlkit.backends.tinker.guard import DEDUPLICATES
 from rlkit.backends.trainer import Worker
 from rlkit.server._checkpoints import KnownRun
 from rlkit.server._state import ClientSession, Line, ServerState, TrainingRun, endpoint, post
@@ -14,6 +13,7 @@ from rlkit.types import Lora
 
 __all__ = ["checked_optimizer", "ended", "metadata_of", "new_run", "page"]
 
+_DEDUPLICATES = "X-Rlkit-Deduplicates"  # tells rlkit's client that a call sent twice is carried out once
 _ARCH = "rlkit"  # identifies the server to rlkit's own clients
 
 
@@ -21,7 +21,7 @@ _ARCH = "rlkit"  # identifies the server to rlkit's own clients
 def client_config(state: ServerState, request: Request) -> Response:
     """Return flags for the client; for rlkit's, whether a call sent twice is executed once."""
     answer = Response.json(dict(state.config))
-    return answer._replace(headers={**answer.headers, DEDUPLICATES: "1"}) if state.futures.dedupe else answer
+    return answer._replace(headers={**answer.headers, _DEDUPLICATES: "1"}) if state.futures.dedupe else answer
 
 
 @post("client/dynamic_config")
