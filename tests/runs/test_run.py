@@ -407,13 +407,17 @@ class TestStopping:
     def test_signals_of_a_forked_child_are_not_the_runs(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:
             for _ in run.steps(2):
+                begun, tell = os.pipe()
                 child = os.fork()
                 if child == 0:
+                    os.write(tell, b"!")
                     time.sleep(60)
                     os._exit(0)
-                time.sleep(0.05)
+                os.read(begun, 1)  # before, the child is still being set up
                 os.kill(child, signal.SIGTERM)
                 assert os.waitpid(child, 0)[1] == signal.SIGTERM
+                os.close(begun)
+                os.close(tell)
         assert run.step == 2
 
     def test_an_event_loop_still_gets_its_signals(self, tmp_path):
