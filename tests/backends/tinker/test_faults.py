@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -292,6 +294,16 @@ def test_a_connection_that_breaks_in_the_middle_of_an_answer():
     assert asyncio.run(ask()).json() == {"request_id": "x"}
     whole = False
     assert asyncio.run(ask()).status_code == 424
+
+
+def test_an_sdk_whose_clients_are_others():
+    """Is refused, where resending has to be forbidden."""
+    holder = SimpleNamespace(
+        aclient=lambda _: contextlib.nullcontext(object()),
+        run_coroutine_threadsafe=lambda coroutine: SimpleNamespace(result=lambda: asyncio.run(coroutine)),
+    )
+    with pytest.raises(rlkit.UnsupportedError, match=r"needs tinker 0\.38.*'_client'"):
+        _failures.forbid_resending(holder)
 
 
 def test_logprobs_are_asked_for_again_where_repeats_are_recognised(fake):
