@@ -111,7 +111,7 @@ def _install() -> None:
 def _client(**options: Sdk) -> Sdk:
     """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's."""
     fake = _live.get(str(options.get("base_url")).rstrip("/"))
-    if fake is not None and "http_client" not in options:
+    if fake is not None:
         httpx = importlib.import_module("httpx")
         transport = httpx.MockTransport(fake.respond)
         options["http_client"] = httpx.AsyncClient(transport=transport, base_url=fake.base_url)
