@@ -16,8 +16,10 @@ import rlkit
 from rlkit.backends.protocol import Sampler, TopK
 from rlkit.backends.vllm import open_sampler
 from rlkit.backends.vllm._client import (
+    ServerLost,
     Unreachable,
     VllmClient,
+    _refusal,
     read_samples,
     read_scores,
     sample_request,
@@ -312,3 +314,19 @@ def test_answers_of_another_kind_are_refused(inner):
     ):
         with pytest.raises(rlkit.BackendError, match=what):
             read_scores({"choices": [{"prompt_logprobs": rows}]}, "here", tokens, top)
+
+
+def test_what_a_refusal_means():
+    """A server that is gone may be asked again elsewhere; one of another kind, or a refused request, may not."""
+    for status, said, kind in (
+        (503, "busy", ServerLost),
+        (500, '{"error": {"message": "EngineCore encountered an issue"}}', ServerLost),
+        (500, '{"error": {"message": "LoRA rank 64"}}', rlkit.BackendError),
+        (404, '{"error": {"message": "The model `m` does not exist."}}', rlkit.BackendError),
+        (404, '{"detail": "Not Found"}', rlkit.UnsupportedError),
+        (405, '{"detail": "Method Not Allowed"}', rlkit.UnsupportedError),
+        (400, '{"detail": "Not Found"}', rlkit.BackendError),
+    ):
+        assert type(_refusal("here", "/v1/completions", status, said)) is kind, (status, said)
+    assert type(_refusal("here", "/health", 500, "")) is ServerLost
+    assert type(_refusal("here", "/v1/load_lora_adapter", 404, '{"detail": "Not Found"}')) is rlkit.UnsupportedError
