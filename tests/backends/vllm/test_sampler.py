@@ -127,6 +127,7 @@ def test_what_is_asked_for(inner):
     ask = lambda **how: sample_request(np.array([1, 2]), rlkit.SamplingParams(**how), 3, 7, 5, inner.tokenizer)  # noqa: E731
     none = dict(zip(penalties, (1.0, 0.0, 0.0), strict=True))
     assert ask(stop=()) == {**plain, **none, "ignore_eos": True}
+    assert [ask(temperature=bound)["temperature"] for bound in (0.0, 0.01, 2.0)] == [0.0, 0.01, 2.0]
     eos = [*inner.tokenizer.eos_ids]
     assert ask(stop=(9,)) == {**plain, **none, "ignore_eos": False, "stop_token_ids": [9, *eos], "stop": []}
     ends = {"ignore_eos": False, "stop_token_ids": eos, "stop": ["x"]}
