@@ -15,7 +15,17 @@ import pytest
 import rlkit
 from rlkit.backends.protocol import Sampler, TopK
 from rlkit.backends.vllm import open_sampler
-from rlkit.backends.vllm._client import Unreachable, VllmClient, read_samples, read_scores, sample_request, seed_of
+from rlkit.backends.vllm._client import (
+    ServerLost,
+    Unreachable,
+    VllmClient,
+    _refusal,
+    read_samples,
+    read_scores,
+    sample_request,
+    score_request,
+    seed_of,
+)
 from rlkit.futures import Future
 
 pytest.importorskip("httpx")
@@ -107,8 +117,24 @@ def test_stops(sampler, inner):
     stopped = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=(token,)), seed=9).result()[0]
     assert stopped.stop_reason == "stop"
     assert stopped.tokens[-1] in {token, *inner.tokenizer.eos_ids}
-    body = sample_request(prompt, rlkit.SamplingParams(stop=("x",)), 1, 0, 5, inner.tokenizer)
-    assert (body["stop"], body["ignore_eos"], body["stop_token_ids"]) == (["x"], False, [*inner.tokenizer.eos_ids])
+
+
+def test_what_is_asked_for(inner):
+    """All of the params by vLLM's names; cuts and stops only where there are some."""
+    plain = {"prompt": [1, 2], "n": 3, "seed": seed_of(7), "max_tokens": 5, "temperature": 1.0, "logprobs": 0}
+    plain |= {"return_token_ids": True, "skip_special_tokens": False}
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    ask = lambda **how: sample_request(np.array([1, 2]), rlkit.SamplingParams(**how), 3, 7, 5, inner.tokenizer)  # noqa: E731
+    none = dict(zip(penalties, (1.0, 0.0, 0.0), strict=True))
+    assert ask(stop=()) == {**plain, **none, "ignore_eos": True}
+    assert [ask(temperature=bound)["temperature"] for bound in (0.0, 0.01, 2.0)] == [0.0, 0.01, 2.0]
+    eos = [*inner.tokenizer.eos_ids]
+    assert ask(stop=(9,)) == {**plain, **none, "ignore_eos": False, "stop_token_ids": [9, *eos], "stop": []}
+    ends = {"ignore_eos": False, "stop_token_ids": eos, "stop": ["x"]}
+    cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    assert ask(stop=("x",), **cuts, **penalties) == {**plain, **penalties, **cuts, **ends}
+    scored = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 4}
+    assert score_request(np.array([1, 2]), 4) == scored
 
 
 def test_refused_before_it_is_sent(sampler, inner):
@@ -262,6 +288,7 @@ def test_answers_of_another_kind_are_refused(inner):
     good = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
     read = lambda *choices: read_samples({"choices": list(choices)}, "here", np.array([1]), PARAMS, 1, 0, 100)  # noqa: E731
     assert read(good)[0].tokens.tolist() == [5]
+    assert read({**good, "token_ids": [0]})[0].tokens.tolist() == [0]
     for change, what in (
         ({"token_ids": [100]}, "of another model"),
         ({"logprobs": None}, "0 logprobs"),
@@ -271,6 +298,7 @@ def test_answers_of_another_kind_are_refused(inner):
         ({"finish_reason": "abort"}, "abort"),
         ({"index": 1}, "choice 1"),
         ({"token_ids": "x"}, "token ids"),
+        ({"token_ids": [-1]}, "token ids"),
     ):
         with pytest.raises(rlkit.BackendError, match=what):
             read({**good, **change})
@@ -287,3 +315,19 @@ def test_answers_of_another_kind_are_refused(inner):
     ):
         with pytest.raises(rlkit.BackendError, match=what):
             read_scores({"choices": [{"prompt_logprobs": rows}]}, "here", tokens, top)
+
+
+def test_what_a_refusal_means():
+    """A server that is gone may be asked again elsewhere; one of another kind, or a refused request, may not."""
+    for status, said, kind in (
+        (503, "busy", ServerLost),
+        (500, '{"error": {"message": "EngineCore encountered an issue"}}', ServerLost),
+        (500, '{"error": {"message": "LoRA rank 64"}}', rlkit.BackendError),
+        (404, '{"error": {"message": "The model `m` does not exist."}}', rlkit.BackendError),
+        (404, '{"detail": "Not Found"}', rlkit.UnsupportedError),
+        (405, '{"detail": "Method Not Allowed"}', rlkit.UnsupportedError),
+        (400, '{"detail": "Not Found"}', rlkit.BackendError),
+    ):
+        assert type(_refusal("here", "/v1/completions", status, said)) is kind, (status, said)
+    assert type(_refusal("here", "/health", 500, "")) is ServerLost
+    assert type(_refusal("here", "/v1/load_lora_adapter", 404, '{"detail": "Not Found"}')) is rlkit.UnsupportedError
