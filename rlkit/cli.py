@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlkit._runtime import VERSION, warn
+from rlkit._runtime import VERSION, is_loopback, warn
 from rlkit.errors import CheckpointError, ConfigError, RlkitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -342,7 +342,6 @@ def _serve_tinker(options: argparse.Namespace, key: str | None, more: dict[str, 
 
 
 def _serve_openai(options: argparse.Namespace, key: str | None, more: dict[str, Any]) -> int:
-    from rlkit._hosts import is_loopback
     from rlkit.gateway import Gateway
 
     if key is None and not is_loopback(options.host):

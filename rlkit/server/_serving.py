@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit import _check
-from rlkit._hosts import is_loopback, is_own_name, is_web_page, let_in
-from rlkit._runtime import Resource, missing
+from rlkit._runtime import Resource, is_loopback, missing
 from rlkit.backends import connect, registry
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.tokenizers import source_of
@@ -22,13 +21,13 @@ from rlkit.server._service import Service
 from rlkit.server._wire import ApiError, Response
 
 if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response as HttpResponse
     from starlette.types import Receive, Scope, Send
 
 __all__ = ["Server", "serve"]
 
 _BODY_LIMIT = 256 * 2**20
-_FIRST_LIMIT = 64 * 2**20  # and while no client has a session
-_READING_LIMIT = 512 * 2**20  # of all bodies at a time
 _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
 _LEFT_OPEN = ("/client/config", "/telemetry")  # the SDK uses separate connections for these, and forgets them
 _PATIENCE = 5  # seconds that running requests have when the server closes
@@ -46,11 +45,19 @@ class Server(Resource):
     def __init__(self, service: Service, host: str, port: int, names: Sequence[str] = ()) -> None:
         self.service = service
         self.names = tuple(names)
-        self._reading = 0  # bytes of the bodies that are held
         self._closed = False
-        from rlkit._http import Listener
+        from starlette.exceptions import HTTPException
 
-        self._listener = Listener(self._serve, host, port, name="serve", patience=_PATIENCE)
+        from rlkit._web import Guard, WebServer
+
+        guard = Guard(
+            self._serve,
+            admit=self._admit,
+            handlers={HTTPException: _refused, ApiError: _refused},
+            body_limit=_BODY_LIMIT,
+            own_host=not service.has_keys,
+        )
+        self._listener = WebServer(guard, host, port, name="serve", patience=_PATIENCE)
         self.url = self._listener.url
 
     def close(self) -> None:
@@ -73,54 +80,41 @@ class Server(Resource):
             return
         except ApiError as error:
             answer = Response.error(error)
-        headers = {**answer.headers} | ({"connection": "close"} if scope["path"].endswith(_LEFT_OPEN) else {})
+        headers = {**answer.headers, **_closing(scope["path"])}
         response = HttpResponse(answer.body, answer.status, headers)
         if answer.file is not None:
             response = FileResponse(answer.file, answer.status, headers)
         await response(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
-        """Return the answer to a request, whose body is read only after its client is admitted. Raises ApiError."""
         from starlette.requests import Request as HttpRequest
 
-        request, target, size = HttpRequest(scope, receive), scope["raw_path"].decode("ascii"), 0
-        headers = dict(request.headers.items())
-        if scope["query_string"]:
-            target += "?" + scope["query_string"].decode("latin-1")
-        self._admit(headers, target)
-        let_in(scope)
-        try:
-            size = self._size(headers)
-            self._reading += size
-            body = await request.body()
-            if len(body) > _LARGE:
-                return await asyncio.to_thread(self.service.handle, request.method, target, headers, body)
-            return await self.service.answer(request.method, target, headers, body)
-        finally:
-            self._reading -= size
+        request = HttpRequest(scope, receive)
+        headers, target, body = dict(request.headers.items()), _target(scope), await request.body()
+        if len(body) > _LARGE:
+            return await asyncio.to_thread(self.service.handle, request.method, target, headers, body)
+        return await self.service.answer(request.method, target, headers, body)
 
-    def _admit(self, headers: dict[str, str], target: str) -> None:
-        """Raise ApiError for a request of a web page, or without the key.
+    def _admit(self, request: HttpRequest) -> bool:
+        self.service.admit(request.headers, _target(request.scope))
+        return True
 
-        Without a key every client on this machine is admitted, and so would be a page whose owner lets its name resolve
-        to this machine: the Host header reveals it.
-        """
-        if is_web_page(headers):
-            raise ApiError(403, "requests of web pages are refused")
-        self.service.admit(headers, target)
-        if not self.service.has_keys and not is_own_name(headers.get("host")):
-            raise ApiError(403, f"host is {headers['host']!r}; without a key, expected localhost or its address")
 
-    def _size(self, headers: dict[str, str]) -> int:
-        """Return the bytes of the body. Raises ApiError above the limit."""
-        if "transfer-encoding" in headers or headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(400, "the body is encoded; expected a plain body with a content-length")
-        size, limit = int(headers.get("content-length", "0")), _BODY_LIMIT if self.service.in_use else _FIRST_LIMIT
-        if size > limit:
-            raise ApiError(413, f"the body has {size} bytes; expected at most {limit}")
-        if self._reading + size > _READING_LIMIT:
-            raise ApiError(503, "this server is reading as many bodies as it can; try again")
-        return size
+def _target(scope: Scope) -> str:
+    target: str = scope["raw_path"].decode("ascii")
+    return f"{target}?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else target
+
+
+async def _refused(request: HttpRequest, error: Any) -> HttpResponse:
+    from starlette.responses import JSONResponse
+
+    status = error.status if isinstance(error, ApiError) else error.status_code
+    detail = error.message if isinstance(error, ApiError) else error.detail
+    return JSONResponse({"detail": detail}, status, _closing(request.scope["path"]))
+
+
+def _closing(path: str) -> Mapping[str, str]:
+    return {"connection": "close"} if path.endswith(_LEFT_OPEN) else {}
 
 
 Options: TypeAlias = Mapping[str, Any]

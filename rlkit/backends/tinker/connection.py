@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from rlkit import _check, _runtime
-from rlkit._hosts import is_loopback
+from rlkit._runtime import is_loopback
 from rlkit.backends import saves
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import guard
