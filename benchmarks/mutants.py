@@ -100,7 +100,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_output_head.py"],
     ),
     "routes": (
-        ["rlkit/backends/tinker/_routes.py"],
+        ["rlkit/backends/tinker/_losses.py"],
         ["tests/backends/tinker/test_routes.py"],
         ["tests/backends/tinker/test_routes.py"],
     ),

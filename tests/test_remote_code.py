@@ -85,7 +85,7 @@ def test_code_beside_what_the_library_has_itself_is_left_alone(folder, mark):
 
 
 def test_tokenizers_that_bring_code_are_refused(folder, mark):
-    from rlkit.backends.tinker.connection import tokenizer_of
+    from rlkit.backends.tinker._connect import find_tokenizer
     from rlkit.backends.tokenizers import tokenizer_from
 
     path = folder("tokenizer_config.json", tokenizer_class="Evil", auto_map=EVERY)
@@ -94,7 +94,7 @@ def test_tokenizers_that_bring_code_are_refused(folder, mark):
     sdk = pytest.importorskip("tinker.lib.public_interfaces.sampling_client")
     client = types.SimpleNamespace(get_tokenizer=lambda: sdk._load_tokenizer_from_model_info("model", path))
     with pytest.raises(ConfigError, match=SAYS):  # a server says which
-        tokenizer_of(None, client, 30.0)
+        find_tokenizer(None, client, 30.0)
     assert not mark.exists()
 
 

@@ -158,9 +158,6 @@ QUIET = {  # in backends, losses and critics: who catches what a bug raises and 
     ("backends/local/model/hub.py", "_complete"): "a file that cannot be read is made again",
     ("backends/local/model/hub.py", "announces_tied"): "loading it says what is wrong",
     ("backends/local/model/probe.py", "__init__"): "a file that cannot be read is made again",
-    ("backends/tinker/_routes.py", "_traced"): "a user's loss that cannot be traced runs here",
-    ("backends/tinker/guard.py", "*"): "errors of others are masked; a call that cannot be read is not sent again",
-    ("backends/tinker/session.py", "offers_losses"): "an SDK that does not say: losses run here",
     ("backends/vllm/_sampler.py", "soon"): "its loop is closed",
 }
 

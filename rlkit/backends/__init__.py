@@ -41,8 +41,8 @@ def connect(name: str, **options: object) -> TrainerBackend:
             - init_from: a saved path, weights only; the adapter's shape comes from there.
 
             "toy" takes max_length too. "local" takes what ``help(rlkit.backends.local.LocalBackend)`` lists. "tinker"
-            takes base_url, api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses,
-            ttl, metadata, resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
+            takes base_url, api_key, project, client, tokenizer, max_length, deadline and off_temperature too: see
+            ``help(rlkit.backends.tinker.TinkerBackend)``.
 
     Raises:
         UnknownNameError: no such backend.

@@ -241,14 +241,13 @@ class Route:
     """How a loss reaches a service.
 
     Attributes:
-        kind: "hosted": one call of a loss that the service has. "composed": several, whose gradients add up.
-            "server": the loss itself is sent and runs there. "client": its gradient is computed here, after a forward
-            pass, and sent as the weights of a cross entropy.
+        kind: "hosted": one call of a loss that the service has. "composed": several, whose gradients add up. "client":
+            its gradient is computed here, after a forward pass, and sent as the weights of a cross entropy.
         calls: the service's calls, in order.
         why: the reason why no earlier kind of that list applies; "" for the first.
     """
 
-    kind: Literal["hosted", "composed", "server", "client"]
+    kind: Literal["hosted", "composed", "client"]
     calls: tuple[str, ...]
     why: str = ""
 
@@ -352,4 +351,4 @@ class Capabilities(Protocol):
     """A backend that lists the abilities of its service."""
 
     def capabilities(self) -> Mapping[str, object]:
-        """Return its abilities: "models", name -> longest context; "server_losses", whether it runs losses; ..."""
+        """Return its abilities: "models", name -> longest context; "sampling_options", names of ``SamplingParams``."""

@@ -7,7 +7,7 @@ The next generation begins when an error of that failure is read, or with ``disc
 final failure, where a service may have applied something, no call is accepted any more.
 
 A call passes through ``BaseTrainer`` (checks), ``CallQueue`` (order and failures) and an executor: ``ThreadExecutor``
-runs it in the one thread of a ``Worker``; ``rlkit.backends.tinker._requests.ServiceExecutor`` sends it to a service.
+runs it in the one thread of a ``Worker``; ``rlkit.backends.tinker._calls.Calls`` sends it to a service.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from rlkit.losses._supervised import (
 from rlkit.losses._trust import clip_cov, dppo_kl, dppo_tv, kl_cov, rec, sapo
 from rlkit.losses.kl import AdaptiveEntropy, adaptive_entropy
 from rlkit.losses.prepare import LossGradient, PreparedLoss, loss, prepare, register, registry
-from rlkit.losses.traceable import traceable
 
 __all__ = [
     "AdaptiveEntropy",
@@ -85,7 +84,6 @@ __all__ = [
     "topk_jsd",
     "topk_reverse_kl",
     "topr",
-    "traceable",
     "value_clipped",
     "value_huber",
     "vespo",

@@ -588,7 +588,7 @@ def guard_shapes(function: F, *, drop_weightless: bool = False) -> F:
 def check_shapes(title: str, given: Mapping[str, Any]) -> None:
     """Raise DataError for a tensor that is neither () nor shaped like the first argument; logprobs are never ().
 
-    Of targets [n, K] other logprobs and ids are [n, K], all else is [n]. What torch.fx traces has no shape, and passes.
+    Of targets [n, K] other logprobs and ids are [n, K], all else is [n].
     """
     driver, like = next(iter(given.items()))
     if isinstance(like, (list, tuple)):

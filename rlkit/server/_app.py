@@ -348,7 +348,7 @@ async def telemetry(service: Service, request: Request) -> Response:
     return JSONResponse({"status": "accepted"}, headers=_CLOSING)
 
 
-async def get_server_capabilities(service: Service, request: Request) -> Response:
+async def capabilities(service: Service, request: Request) -> Response:
     """Return the base models."""
     each = {"max_context_length": service.models.max_length, "trainable": True, "sampleable": True}
     models = [types.SupportedModel(model_name=name, **each) for name in service.names]
@@ -423,7 +423,7 @@ _ENDPOINTS = {
     "POST client/dynamic_config": dynamic_config,
     "GET healthz": health,
     "POST telemetry": telemetry,
-    "GET get_server_capabilities": get_server_capabilities,
+    "GET get_server_capabilities": capabilities,
     "POST create_session": create_session,
     "POST session_heartbeat": session_heartbeat,
     "POST sessions/{session_id}/finish": finish_session,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ __all__ = [
 
 _Kind = TypeVar("_Kind", bound=pydantic.BaseModel)
 _DTYPES: Mapping[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
+_DENSE_LIMIT = 64 * 2**20  # elements of an array; a sparse one can ask for any number in a few bytes
 _NO_LOGPROB = -99999.0  # the API's mark of an empty cell
 
 
@@ -105,15 +107,30 @@ def read_datum(where: str, datum: pb.Datum) -> tuple[np.ndarray, dict[str, np.nd
 
 
 def _read_tensor(where: str, tensor: pb.Tensor) -> np.ndarray:
-    # Not _tensor_data_from_proto of the SDK: it takes the bits of bfloat16 for integers.
-    if tensor.HasField("sparse_csr"):
-        raise DataError(f"{where} is sparse; expected a dense tensor: give the SDK a numpy array")
+    # Not by the SDK: it takes the bits of bfloat16 for integers, and the indices of a sparse tensor as they are.
     if tensor.dtype not in _DTYPES:
         raise DataError(f"{where} has dtype {tensor.dtype}; expected float32 or int64")
-    array, shape = _read_array(where, tensor.dense, _DTYPES[tensor.dtype]), list(tensor.shape)
-    if shape and (len(shape) > 2 or min(shape) < 0 or int(np.prod(shape)) != array.size):
+    dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        rows, columns = (_read_array(where, x, np.int64) for x in (csr.crow_indices, csr.col_indices))
+        return _densify(where, _read_array(where, csr.values, dtype), rows, columns, shape)
+    array = _read_array(where, tensor.dense, dtype)
+    if shape and (len(shape) > 2 or min(shape) < 0 or math.prod(shape) != array.size):
         raise DataError(f"{where} has {array.size} values for the shape {shape}; expected as many, [N] or [N, K]")
     return array.reshape(shape or -1)
+
+
+def _densify(where: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int]) -> np.ndarray:
+    """Return a matrix of the listed cells, as the SDK sends mostly empty matrices of torch; the others are 0."""
+    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > _DENSE_LIMIT:
+        raise DataError(f"{where} is sparse with shape {shape}; expected two dimensions of bounded size")
+    good = rows.size == shape[0] + 1 and rows[0] == 0 and rows[-1] == values.size == columns.size
+    if not good or (np.diff(rows) < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+        raise DataError(f"{where}: the sparse indices do not fit the shape {shape}")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
 
 
 def _read_array(where: str, data: bytes, dtype: type[np.generic]) -> np.ndarray:

@@ -1,12 +1,13 @@
-"""The queue of calls against a model of what it promises, with both executors; the test gives their workers turns."""
+"""The queue of calls against a model of what it promises, with both executors; the test gives turns and answers."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
-from unittest import mock
 
 import attrs
 import pytest
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import rlkit
 from rlkit import BackendError, RankLost, TrainerFailed
-from rlkit.backends.tinker._requests import ServiceExecutor
+from rlkit.backends.tinker._calls import Calls
 from rlkit.backends.trainer import CallQueue, PendingResult, ThreadExecutor
 from tests.properties import examples
 
@@ -261,16 +262,37 @@ class Machine(RuleBasedStateMachine):
         assert self.gradient == gradient
 
 
+class Holder:
+    """The SDK's event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def run_coroutine_threadsafe(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
 class ServiceMachine(Machine):
-    """The same with a service: calls take effect when they are sent, and what fails behind that is final."""
+    """The same with a service: calls are sent at once, when they take effect, and what fails after that is final."""
 
     outcomes = ("works", "works", "works", "raises", "lost", "late", "wrong")
 
     def make(self):
-        with mock.patch("rlkit.backends.tinker._requests.Worker", ByHand):
-            executor = ServiceExecutor(seconds=0.0)
-        self.sender, self.taker = executor._sender, executor._taker
-        return CallQueue("tinker", executor)
+        self.holder = Holder()
+        self.answers: dict[int, concurrent.futures.Future[int]] = {}
+        return CallQueue("tinker", Calls(self.holder, seconds=60.0))
+
+    def teardown(self):
+        self.expect_all()
+        self.holder.close()
 
     def job(self, call):
         def send():
@@ -278,11 +300,7 @@ class ServiceMachine(Machine):
             if call.outcome == "raises":
                 raise Boom(call.number)
             self.take_effect(call)
-            part: concurrent.futures.Future[int] = concurrent.futures.Future()
-            if call.outcome == "lost":
-                part.set_exception(ConnectionError("the answer was lost"))
-            elif call.outcome != "late":
-                part.set_result(call.number)
+            self.answers[call.number] = part = concurrent.futures.Future()
             return PendingResult([part], finish)
 
         def finish(results):
@@ -292,39 +310,46 @@ class ServiceMachine(Machine):
 
         return send
 
+    def call(self, kind, outcome, submit, *, adds=False):
+        super().call(kind, outcome, submit, adds=adds)
+        while self.waiting:
+            self.expect_turn()
+
     def expect_turn(self):
         call = super().expect_turn()
         if call.end == "value":
             call.end, call.sent = None, True
         return call
 
-    @precondition(lambda self: self.waiting)
-    @rule()
-    def turn(self):
-        self.expect_turn()
-        self.sender.turn()
+    @property
+    def unanswered(self):
+        return [call for call in self.made if call.sent and call.end is None]
 
-    def expect_take(self):
-        call = next(call for call in self.made if call.sent and call.end is None)
-        call.final = self.final
-        call.end = "refused" if call.final else "value" if call.outcome == "works" else "error"
-        return call
-
-    @precondition(lambda self: any(call.sent and call.end is None for call in self.made))
+    @precondition(lambda self: self.unanswered)
     @rule()
     def take(self):
-        self.expect_take()
-        self.taker.turn()
+        """The service answers the oldest call. A failure that is final refuses all that were sent after it."""
+        call, *later = self.unanswered
+        call.end = "value" if call.outcome == "works" else "error"
+        errors = {"lost": ConnectionError("the answer was lost"), "late": TimeoutError()}
+        if call.outcome in errors:
+            self.answers[call.number].set_exception(errors[call.outcome])
+        else:
+            self.answers[call.number].set_result(call.number)
+        if self.final:
+            for other in later:
+                other.end, other.final = "refused", True
+        ended = [each for each in self.made if each.end is not None]
+        concurrent.futures.wait([each.future._inner for each in ended], 60)
+        assert all(self.answers[each.number].cancelled() for each in later if each.final)
 
     @rule()
     def discard(self):
-        """It waits until what was called is sent, and cannot take back what is on the service."""
+        """It cannot take back what is on the service."""
         if self.closed:
             with pytest.raises(BackendError, match="closed"):
                 self.queue.discard(None)
             return
-        while self.waiting:
-            self.expect_turn()
         try:
             self.queue.discard(None).result()
         except TrainerFailed:
@@ -338,9 +363,8 @@ class ServiceMachine(Machine):
             self.begin_generation(gradient=False)
 
     def expect_all(self):
-        super().expect_all()
-        while any(call.sent and call.end is None for call in self.made):
-            self.expect_take()
+        while self.unanswered:
+            self.take()
 
 
 TestQueueHere = Machine.TestCase

@@ -271,6 +271,15 @@ def test_default_optimizer_settings(make):
         assert "'dimuon'" in answer["detail"]
 
 
+def _make_sparse(message, shape, rows):
+    tensor = message.data[0].loss_fn_inputs["target_tokens"]
+    tensor.ClearField("shape")
+    tensor.shape.extend(shape)
+    tensor.sparse_csr.values = np.array([4, 5], np.int64).tobytes()
+    tensor.sparse_csr.crow_indices = np.array(rows, np.int64).tobytes()
+    tensor.sparse_csr.col_indices = np.array([0, 2], np.int64).tobytes()
+
+
 @for_each(
     ("change", "message"),
     [
@@ -284,7 +293,13 @@ def test_default_optimizer_settings(make):
         ),
         (lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dense", b"1"), "multiple of 8"),
         (lambda m: m.data[0].loss_fn_inputs["target_tokens"].shape.append(7), "for the shape [2, 7]"),
-        (lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.SetInParent(), "is sparse; expected a dense"),
+        (lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.SetInParent(), "two dimensions"),
+        (lambda m: _make_sparse(m, [2, 3], [0, 1, 5]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [2, 3], [1, 1, 2]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [2, 3], [0, 2, 1]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [2, 3], [0, 1]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [2, 2], [0, 1, 2]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [2, 10**12], [0, 1, 2]), "bounded size"),
     ],
 )
 def test_bad_messages(make, change, message):

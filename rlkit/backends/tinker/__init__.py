@@ -1,7 +1,7 @@
 """``TinkerBackend``: the hosted Tinker service, or any server of its API, as a backend.
 
-Calls are sent as they are made and read in order (``_requests``); a loss takes the cheapest way that is exact
-(``_routes``, ``_sending``); errors of the SDK are raised as rlkit's (``connection``).
+Calls are sent as they are made and read in order (``_calls``); a loss takes the cheapest way that is exact
+(``_losses``); errors of the SDK are raised as rlkit's (``_failures``).
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from rlkit import _check
 from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
 from rlkit.backends.samplers import SuccessiveSampler
-from rlkit.backends.tinker import connection
-from rlkit.backends.tinker._requests import ServiceExecutor
-from rlkit.backends.tinker._routes import ServerLosses, ServerLossPolicy
+from rlkit.backends.tinker import _connect
+from rlkit.backends.tinker._calls import Calls
+from rlkit.backends.tinker._losses import find_route, send_forward, send_loss
+from rlkit.backends.tinker._paths import SavedState, check_label, check_path, make_name, metadata_of
 from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
-from rlkit.backends.tinker._sending import Sending
-from rlkit.backends.tinker.connection import Saved, check_label, name_of, notes
-from rlkit.backends.tinker.session import Session, open_sampler
 from rlkit.backends.trainer import BaseTrainer, CallQueue, Checked, Inner, Job, PendingResult, check_start_options
-from rlkit.errors import ConfigError, UnsupportedError
+from rlkit.errors import UnsupportedError
 from rlkit.futures import Future
 from rlkit.metrics.names import with_ending
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
-    from tinker import SamplingClient, ServiceClient, types
+    from tinker import APIFuture, RestClient, SamplingClient, ServiceClient, types
     from transformers import PreTrainedTokenizerBase
 
     from rlkit.losses.prepare import PreparedLoss
 
-__all__ = ["TinkerBackend", "TinkerSampler"]
+__all__ = ["TinkerBackend", "TinkerSampler", "list_models"]
 
+list_models = _connect.list_models
 T = TypeVar("T")
 
 
@@ -56,23 +55,14 @@ class TinkerBackend(BaseTrainer):
             which needs a network.
         max_length: longest sequence in tokens; None for what the service says, else 32768.
         deadline: seconds that a call may take, from when the one before it is done (a sample: from when it is asked
-            for). Connecting may take as long.
+            for). Each step of connecting may take as long, the first answer a minute.
         off_temperature: data sampled at a temperature other than 1, which the service cannot train at: "raise" an
             error; "rescore": a sampler gives such samples their untempered logprobs, for one more pass over each;
             "keep" the logprobs as they are, which leaves the ratio off 1.
-        server_losses: which losses may be sent to a service that runs them: rlkit's "own", "all" that can be traced,
-            or "never" one.
-        ttl: seconds after which the service removes a saved state, 3600 or more; None keeps it.
-        metadata: texts kept with the session and the saved states.
-        resend: whether a training call whose answer was lost, and which may have been carried out, is sent again: safe
-            with a service that recognises repeated requests. None: with the hosted service and with rlkit's own
-            server; elsewhere such a call fails, a step with ``StepOutcomeUnknown``.
-        optimizer: an optimizer of the SDK instead of AdamW, such as ``tinker.DimuonOptimizerConfig()``; its own
-            parameters then go to ``optim_step``.
 
     A training call that fails, or has no answer within the deadline, ends the policy: what was sent after it may have
-    been carried out. Connect anew with ``resume_from=``. A mistake in a loss that runs here is found before anything
-    is sent and changes nothing; once its error is read, calls are accepted again.
+    been carried out. Connect anew with ``resume_from=``. A mistake in a loss of your own that shows on dummy values
+    raises in the call and leaves everything unsent; one that shows only on the model's logprobs ends the policy too.
 
     ``save``: the service always saves the optimizer; with ``optimizer=False`` the path cannot be given to
     ``resume_from=``. ``sampler=True`` saves weights to sample from as well, under the same name: their path has
@@ -103,53 +93,42 @@ class TinkerBackend(BaseTrainer):
         max_length: int | None = None,
         deadline: float = 1800.0,
         off_temperature: OffTemperature = "raise",
-        server_losses: ServerLossPolicy = "own",
-        ttl: int | None = None,
-        metadata: Mapping[str, str] | None = None,
-        resend: bool | None = None,
-        optimizer: types.OptimizerConfig | None = None,
     ) -> None:
         path, resumes = check_start_options("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
-        _check.choice("server_losses", server_losses, ("own", "all", "never"))
         seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
-        _check.optional(_check.integer, "ttl", ttl, low=3600, why="seconds, an hour or more")
-        address = connection.Address(base_url, api_key, project, metadata, resend)
-        session = Session.open(client, address, seconds)
-        self._session = session
+        self.service_client = service = _connect.open_service(client, base_url, api_key, project, seconds)
+        self._calls = calls = Calls(service.holder, seconds)
+        self._own_service = client is None
+        saved = SavedState()
         try:
-            self.training_client, saved = session.training(
-                model, lora, path, resumes=resumes, seed=seed, optimizer=optimizer
-            )
-            self.service_client = session.service
-            self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
-            info = self.training_client.get_info()
-            self.max_length = session.max_length(info.model_data.model_name, max_length)
-            rank = f"LoRA r={info.lora_rank}, " if getattr(info, "lora_rank", None) else ""
-            self.about = f"{info.model_data.model_name}, {rank}{self.training_client.model_id}"
-            weighs = session.weighs(info)
+            self._models = _connect.find_models(service, calls)
+            if path is None:
+                training = _connect.open_training_client(service, calls, self._models, model, lora, seed)
+            else:
+                training, saved = _connect.load_training_client(service, calls, path, model, lora, resumes=resumes)
+            self.training_client = training
+            self.tokenizer = _connect.find_tokenizer(tokenizer, training, seconds)
+            info = training.get_info()
+            self.max_length = _connect.resolve_length(self._models, info.model_data.model_name, max_length)
         except BaseException:
-            session.close()
+            self._close_service()
             raise
-        self._ttl = ttl
-        self._metadata = dict(metadata or {})
-        self._optimizer = optimizer
+        rank = f"LoRA r={info.lora_rank}, " if info.lora_rank else ""
+        self.about = f"{info.model_data.model_name}, {rank}{training.model_id}"
         self._off_temperature: OffTemperature = off_temperature
         entropy = resolve_seed(seed) if saved.seed is None or seed is not None else saved.seed
         self._seeds = SeedStream(entropy, 0 if seed is not None else saved.requests)
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Inner[SamplingClient]] | None = None
-        executor = ServiceExecutor(seconds, session.link)
-        losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
-        self._sending = Sending(self.training_client, losses, executor, weighs=weighs)
-        self._queue = CallQueue("tinker", executor)
+        self._queue = CallQueue("tinker", calls)
 
-    open_sampler = staticmethod(open_sampler)
+    open_sampler = staticmethod(_connect.open_sampler)
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
-        return self._queue.enqueue("sampler", lambda: self._sampled(lambda sampler: sampler))
+        return self._queue.enqueue("sampler", lambda: self._take_snapshot(lambda sampler: sampler))
 
     def live_sampler(self, *, recompute: bool = False) -> Future[LiveSampler]:
         """Return a sampler whose later requests take the newer policy. See ``LiveSampling``.
@@ -159,18 +138,18 @@ class TinkerBackend(BaseTrainer):
         _check.flag("live_sampler(recompute)", recompute)
 
         def update(live: SuccessiveSampler) -> Future[int]:
-            return self._queue.enqueue("update", lambda: self._sampled(live.switch_to))
+            return self._queue.enqueue("update", lambda: self._take_snapshot(live.switch_to))
 
         return self._queue.enqueue(
-            "live_sampler", lambda: self._sampled(lambda sampler: SuccessiveSampler(sampler, update))
+            "live_sampler", lambda: self._take_snapshot(lambda sampler: SuccessiveSampler(sampler, update))
         )
 
-    def _sampled(self, made: Callable[[Sampler], T]) -> PendingResult[T]:
-        """Make the service keep the present weights, and make something of their sampler."""
+    def _take_snapshot(self, use: Callable[[Sampler], T]) -> PendingResult[T]:
+        """Have the service keep the present weights, and use their sampler."""
         steps = self._steps
-        if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
+        if self._snapshot is None or self._snapshot[0] != steps or _has_failed(self._snapshot[1]):
             self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
-        return PendingResult([self._snapshot[1]], lambda results: made(self._sampler(results[0], steps)))
+        return PendingResult([self._snapshot[1]], lambda results: use(self._sampler(results[0], steps)))
 
     def base_sampler(self) -> Future[Sampler]:
         """Return a sampler of the base model. See ``TrainerBackend.base_sampler``."""
@@ -193,58 +172,73 @@ class TinkerBackend(BaseTrainer):
     def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
         """Return the way that ``forward_backward`` takes. See ``Routes``."""
         data, prepared, _ = self._check_call(data, loss, config, (), backward=True)
-        return self._sending.route(data, cast("PreparedLoss", prepared))
+        return find_route(data, cast("PreparedLoss", prepared))
 
     def saved(self) -> Future[list[str]]:
         """Return the paths of this run's saved states, oldest first. See ``Storage``."""
-        return self._session.saved(self.training_client.model_id)
+
+        async def ask() -> list[str]:
+            found = await _connect.rest_client(self.service_client).list_checkpoints(self.training_client.model_id)
+            return [each.tinker_path for each in sorted(found.checkpoints, key=lambda each: each.time)]
+
+        return self._calls.request("saved", ask, cancels=False)
 
     def delete(self, path: str) -> Future[None]:
         """Remove a saved state. See ``Storage``."""
-        return self._session.delete(path)
+        return self._change(path, "delete", lambda rest: rest.delete_checkpoint_from_tinker_path(path))
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
         """Schedule the removal of a saved state in ``seconds``, an hour or more. See ``Storage``."""
-        return self._session.expire(path, seconds)
+        _check.optional(_check.integer, "expire(seconds)", seconds, low=3600, why="an hour or more")
+        return self._change(path, "expire", lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, seconds))
+
+    def _change(self, path: str, call: str, send: Callable[[RestClient], APIFuture[None]]) -> Future[None]:
+        """Change a saved state."""
+        check_path(call, path, "weights", "sampler_weights")
+
+        async def ask() -> None:
+            await send(_connect.rest_client(self.service_client))
+
+        return self._calls.request(call, ask, path=path, cancels=False)
 
     def capabilities(self) -> Mapping[str, object]:
         """Return what the service offers. See ``Capabilities``.
 
         Returns:
-            "models": names with their longest contexts. "server_losses": whether it runs losses. "sampling_options":
-            those of ``SamplingParams``.
+            "models": names with their longest contexts. "sampling_options": those of ``SamplingParams``.
         """
-        session = self._session
         options = tuple(x for x in (*SAMPLING_OPTIONS, "stop") if x not in OPTIONAL_OPTIONS)
-        offers = {"server_losses": session.offers_losses(), "sampling_options": options}
-        return {"models": dict(session.models), **offers}
+        return {"models": dict(self._models), "sampling_options": options}
 
     def close(self) -> None:
         """Finish the calls made so far, each within its deadline, and end the session. May be called twice."""
         super().close()
-        self._session.close()
+        self._close_service()
+
+    def _close_service(self) -> None:
+        if self._own_service:
+            _connect.close_service(self.service_client, self._calls.seconds)
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> PendingResult[ForwardBackwardOutput]:
         del want  # there is nothing but logprobs
         if loss is None or not backward:
-            return self._sending.forward(data, loss)
-        return self._sending.forward_backward(data, loss)
+            return send_forward(self.training_client, data, loss)
+        return send_loss(self.training_client, data, loss)
 
-    def _optimize(self, params: Adam | types.OptimParams) -> Job[Mapping[str, float]]:
-        if self._optimizer is None:
-            _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
-        elif isinstance(params, Adam):
-            raise ConfigError(f"optim_step(params): got Adam, but the policy was made with {self._optimizer!r}")
+    def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
+        _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
 
         def send() -> PendingResult[Mapping[str, float]]:
-            sent = self.training_client.optim_step(_adam(params)).future()
+            from tinker import types
+
+            sent = self.training_client.optim_step(types.AdamParams(**attrs.asdict(params))).future()
             self._steps += 1
 
             def finish(results: list[types.OptimStepResponse]) -> Mapping[str, float]:
                 self.version += 1
-                return {with_ending(k): float(v) for k, v in (results[0].metrics or {}).items()}
+                return {with_ending(key): float(x) for key, x in (results[0].metrics or {}).items()}
 
             return PendingResult([sent], finish)
 
@@ -252,15 +246,14 @@ class TinkerBackend(BaseTrainer):
 
     def _save(self, name: str, *, optimizer: bool, sampler: bool) -> Job[str]:
         check_label(name)
-        requests = self._seeds.count
+        metadata = metadata_of(self._seeds.entropy, self._seeds.count)
 
         def send() -> PendingResult[str]:
-            unique = name_of(name, self._steps, optimizer=optimizer)
-            noted = {**self._metadata, **notes(Saved(seed=self._seeds.entropy, requests=requests))}
-            client, ttl = self.training_client, self._ttl
-            sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
+            unique = make_name(name, self._steps, optimizer=optimizer)
+            sent = [self.training_client.save_state(unique, user_metadata=metadata).future()]
             if sampler:
-                sent.append(client.save_weights_for_sampler(unique, ttl_seconds=ttl, user_metadata=noted).future())
+                both = self.training_client.save_weights_for_sampler(unique, user_metadata=metadata)
+                sent.append(both.future())
             return PendingResult(sent, lambda results: str(results[0].path))
 
         return send
@@ -287,30 +280,20 @@ class TinkerBackend(BaseTrainer):
                         f"data[{i}] was sampled at temperature {datum.temperature}, but the service trains only at 1; "
                         "sample at 1, or connect with off_temperature='rescore' (untempered logprobs) or 'keep'"
                     )
-        if backward and checked[1] is not None:
-            self._sending.warn(checked[1])
         return checked
 
     def _sampler(self, client: SamplingClient, version: int) -> TinkerSampler:
         return TinkerSampler(
             client,
             self._seeds,
+            self._calls,
             tokenizer=self.tokenizer,
             max_length=self.max_length,
             version=version,
-            session=self._session,
             off_temperature=self._off_temperature,
         )
 
 
-def _adam(params: Adam | types.OptimParams) -> types.OptimParams:
-    if not isinstance(params, Adam):
-        return params
-    from tinker import types
-
-    return types.AdamParams(**attrs.asdict(params))
-
-
-def _broken(future: Inner[SamplingClient]) -> bool:
+def _has_failed(future: Inner[SamplingClient]) -> bool:
     """Return whether a shared snapshot failed, so that it is asked for anew."""
     return bool(future.done() and (future.cancelled() or future.exception() is not None))

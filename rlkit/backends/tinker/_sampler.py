@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
@@ -15,22 +16,18 @@ from rlkit._runtime import Resource
 from rlkit._seeds import SeedStream
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.requests import check_prompt, check_request, check_targets
-from rlkit.backends.tinker import _requests
-from rlkit.backends.trainer import Inner
+from rlkit.backends.tinker._calls import Calls
 from rlkit.errors import BackendError, UnsupportedError
-from rlkit.futures import Future, join_all
+from rlkit.futures import Future
 from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, types
 
-    from rlkit.backends.tinker.session import Session
-
 __all__ = ["OffTemperature", "TinkerSampler"]
 
 OffTemperature: TypeAlias = Literal["raise", "rescore", "keep"]
 T = TypeVar("T")
-U = TypeVar("U")
 _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
@@ -43,10 +40,10 @@ class TinkerSampler(Resource):
 
     client: SamplingClient
     _seeds: SeedStream
+    _calls: Calls
     tokenizer: Tokenizer = attrs.field(kw_only=True)
     max_length: int = attrs.field(kw_only=True)
     version: int = attrs.field(kw_only=True)
-    _session: Session = attrs.field(kw_only=True)
     _off_temperature: OffTemperature = attrs.field(kw_only=True)
     _closed: bool = attrs.field(default=False, init=False)
 
@@ -77,20 +74,21 @@ class TinkerSampler(Resource):
         number = self._seeds.of(seed, params)
         options = types.SamplingParams(
             max_tokens=min(params.max_tokens, self.max_length - array.size),
-            seed=number if number < _SEED_LIMIT and seed is not None else _folded(number),
+            seed=number if number < _SEED_LIMIT and seed is not None else _fold_seed(number),
             stop=self._stop(params),
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
         )
-        sent = self.client.sample(_prompt(array), n, options).future()
-
-        def finish(response: types.SampleResponse) -> list[Sample]:
-            return [self._sample(array, sequence, params) for sequence in response.sequences]
-
+        text = _prompt(array)
         rescored = params.temperature not in (0.0, 1.0) and self._off_temperature == "rescore"
-        asked = self._request("sample", sent, finish, then=self._rescored if rescored else None)
-        return Future.wrap(asked, on_cancel=sent.cancel)  # which the SDK tells the service
+
+        async def ask() -> list[Sample]:
+            response = await self.client.sample(text, n, options)
+            samples = [self._sample(array, sequence, params) for sequence in response.sequences]
+            return list(await asyncio.gather(*map(self._rescore, samples))) if rescored else samples
+
+        return self._calls.request("sample", ask)
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """Return float32 [T]. See ``Sampler.logprobs``.
@@ -105,8 +103,7 @@ class TinkerSampler(Resource):
                 f"logprobs(temperature={temperature}): the service scores at temperature 1 only; sample and score at "
                 "1, or connect with off_temperature='rescore' and score at 1"
             )
-        sent = self.client.compute_logprobs(_prompt(array)).future()
-        return Future.wrap(self._scored(array, sent), on_cancel=sent.cancel)
+        return self._calls.request("logprobs", lambda: self._score(array))
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, logprobs), each [T, k]. See ``TopK``."""
@@ -157,11 +154,9 @@ class TinkerSampler(Resource):
 
     def _stop(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the service's stop list, which takes the place of the end tokens; rlkit's are in addition to them."""
-        eos = [int(x) for x in self.tokenizer.eos_ids]
-        if params.stop is None:  # a server other than the hosted one may not know the end tokens
-            return eos if eos and not self._session.hosted else None
         if not params.stop:
-            return []
+            return None if params.stop is None else []
+        eos = [int(x) for x in self.tokenizer.eos_ids]
         if not isinstance(params.stop[0], str):
             return list(dict.fromkeys([*params.stop, *eos]))
         ends = [self.tokenizer.decode(np.array([x]), skip_special=False) for x in eos]
@@ -179,41 +174,31 @@ class TinkerSampler(Resource):
             **params.sampling_options,
         )
 
-    def _rescored(self, samples: list[Sample]) -> Inner[list[Sample]]:
-        """Return the samples with untempered logprobs of this snapshot."""
-        texts = [np.concatenate([s.prompt, s.tokens]) for s in samples]
-        parts = [self._scored(text, self.client.compute_logprobs(_prompt(text)).future()) for text in texts]
+    async def _rescore(self, sample: Sample) -> Sample:
+        """Return the sample with untempered logprobs of this snapshot."""
+        logprobs = await self._score(np.concatenate([sample.prompt, sample.tokens]))
+        return attrs.evolve(sample, logprobs=logprobs[sample.prompt.size :])
 
-        def finish(_: object) -> list[Sample]:
-            return [attrs.evolve(s, logprobs=x.result()[s.prompt.size :]) for s, x in zip(samples, parts, strict=True)]
-
-        return self._request("sample", join_all(parts), finish)
-
-    def _scored(self, array: np.ndarray, sent: Inner[list[float | None]]) -> Inner[np.ndarray]:
-        def finish(values: Sequence[float | None]) -> np.ndarray:
-            logprobs = np.array([0.0 if x is None else x for x in values], np.float32)
-            if logprobs.size == array.size - 1:  # some servers leave out the first token, which has none
-                logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
-            if logprobs.shape != array.shape:
-                raise BackendError(f"logprobs: the service returned {logprobs.size} for {array.size} tokens")
-            logprobs[0] = 0.0
-            return logprobs
-
-        return self._request("logprobs", sent, finish)
+    async def _score(self, tokens: np.ndarray) -> np.ndarray:
+        values = await self.client.compute_logprobs(_prompt(tokens))
+        logprobs = np.array([0.0 if x is None else x for x in values], np.float32)
+        if logprobs.shape != tokens.shape:
+            raise BackendError(f"logprobs: the service returned {logprobs.size} for {tokens.size} tokens")
+        logprobs[0] = 0.0
+        return logprobs
 
     def _prefill(
-        self, call: str, array: np.ndarray, finish: Callable[[types.SampleResponse], T], **options: object
+        self, call: str, tokens: np.ndarray, finish: Callable[[types.SampleResponse], T], **options: Any
     ) -> Future[T]:
         from tinker import types
 
         params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
-        inner = self.client.sample(_prompt(array), 1, params, **options).future()
-        return Future.wrap(self._request(call, inner, finish), on_cancel=inner.cancel)
+        text = _prompt(tokens)
 
-    def _request(
-        self, call: str, inner: Inner[U], finish: Callable[[U], T], then: Callable[[T], Inner[T]] | None = None
-    ) -> Inner[T]:
-        return _requests.within(self._session.seconds, call, inner, finish, then, link=self._session.link)
+        async def ask() -> T:
+            return finish(await self.client.sample(text, 1, params, **options))
+
+        return self._calls.request(call, ask)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -226,6 +211,6 @@ def _prompt(array: np.ndarray) -> types.ModelInput:
     return types.ModelInput.from_ints(array.tolist())
 
 
-def _folded(seed: int) -> int:
+def _fold_seed(seed: int) -> int:
     """Return a seed of any size as one that the service takes."""
     return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]) % _SEED_LIMIT

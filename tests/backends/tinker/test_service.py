@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
 import traceback
-from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -14,7 +12,8 @@ import pytest
 
 import rlkit
 from rlkit.backends.protocol import Capabilities, Routes, Storage
-from rlkit.testing import FakeTinker
+from rlkit.testing import FakeTinker, Fault
+from tests.each import for_each
 from tests.models.build import build
 from tests.sockets import refusing_port
 
@@ -105,11 +104,9 @@ class TestConnecting:
     def test_capabilities(self, policy):
         assert isinstance(policy, Capabilities)
         assert isinstance(policy, Routes)
-        found = policy.capabilities()
-        assert set(found["models"]) == {"toy", "toy-large"}
-        assert found["server_losses"] is True
+        assert set(policy.capabilities()["models"]) == {"toy", "toy-large"}
 
-    @pytest.mark.parametrize(
+    @for_each(
         ("options", "error", "match"),
         [
             ({"model": None}, rlkit.ConfigError, "model.*toy-large"),
@@ -120,11 +117,12 @@ class TestConnecting:
             ({"lora": rlkit.Lora(target_modules=("q",))}, rlkit.UnsupportedError, "target_modules"),
             ({"deadline": 0}, rlkit.ConfigError, "deadline"),
             ({"deadline": "soon"}, rlkit.ConfigError, "deadline"),
-            ({"ttl": 10}, rlkit.ConfigError, "ttl"),
             ({"off_temperature": "ignore"}, rlkit.ConfigError, "off_temperature"),
-            ({"server_losses": True}, rlkit.ConfigError, "server_losses"),
             ({"max_length": 1}, rlkit.ConfigError, "max_length"),
             ({"api_key": "sk-123456"}, rlkit.ConfigError, "starts with 'tml-'"),
+            ({"api_key": "TML-123456"}, rlkit.ConfigError, "starts with 'tml-'"),
+            ({"api_key": 3}, rlkit.ConfigError, "api_key: expected a non-empty string"),
+            ({"project": ""}, rlkit.ConfigError, "project: expected a non-empty string"),
             ({"base_url": "ftp://x"}, rlkit.ConfigError, "base_url"),
             ({"tokenizer": 3}, rlkit.UnsupportedError, "tokenizer"),
             ({"tokenizer": "/nowhere/at/all"}, rlkit.ConfigError, "tokenizer"),
@@ -132,6 +130,10 @@ class TestConnecting:
             ({"resume_from": "tinker://a/sampler_weights/b"}, rlkit.CheckpointError, "sampled from"),
             ({"resume_from": "tinker://a/weights/b"}, rlkit.CheckpointError, "tinker://a/weights/b"),
             ({"resume_from": 3}, rlkit.ConfigError, "resume_from"),
+            ({"init_from": "elsewhere"}, rlkit.CheckpointError, "init_from: 'elsewhere' is not a saved state"),
+            ({"init_from": "tinker://a/weights/b"}, rlkit.CheckpointError, r"init_from: tinker:.*\(404\)"),
+            ({"api_key": "tml-wrong-key"}, rlkit.BackendError, r"API key \(401\).*TINKER_API_KEY"),
+            ({"lora": rlkit.Lora(rank=1000)}, rlkit.ConfigError, "rank is 1000.*limit is 128"),
             ({"client": 3}, rlkit.ConfigError, "client|base_url"),
             ({"rank": 3}, rlkit.ConfigError, "rank"),
         ],
@@ -196,13 +198,13 @@ class TestSaving:
         with pytest.raises(rlkit.CheckpointError, match="tinker://"):
             policy.delete("/tmp/x")  # noqa: S108  # any path that is not the service's
 
-    def test_ttl_and_metadata(self, fake):
-        with connect(fake, ttl=7200, metadata={"project": "x"}) as policy:
-            path = policy.save("a").result()
-            kept = fake.rest_client().list_checkpoints(policy.training_client.model_id).result().checkpoints[0]
-        assert kept.tinker_path == path
-        assert kept.expires_at is not None
-        assert kept.user_metadata["project"] == "x"
+    def test_what_is_kept_with_a_state(self, fake, policy):
+        """The stream of seeds, without which a resumed run would be another."""
+        drawn(policy)
+        path = policy.save("a", sampler=True).result()
+        kept = fake.rest_client().list_checkpoints(policy.training_client.model_id).result().checkpoints
+        assert path in {each.tinker_path for each in kept}
+        assert [each.user_metadata for each in kept] == [{"rlkit.seed": "0", "rlkit.requests": "0"}] * 2
 
     def test_snapshots_between_steps_share_one(self, fake, policy):
         samplers = [policy.sampler().result() for _ in range(3)]
@@ -231,18 +233,6 @@ def test_what_connecting_left_unmade_can_be_shown(name):
     pytest.importorskip("peft")
     made = rlkit.backends.registry.resolve(name)
     assert "not connected" in repr(made.__new__(made))
-
-
-class Scoring:
-    """A client of the SDK's that gives these logprobs."""
-
-    def __init__(self, values):
-        self._values = values
-
-    def compute_logprobs(self, prompt):
-        done = concurrent.futures.Future()
-        done.set_result(self._values)
-        return SimpleNamespace(future=lambda: done)
 
 
 class TestTemperatures:
@@ -285,7 +275,8 @@ class TestInFlight:
             before.result()
             return (time.monotonic() - started) / 0.1
 
-        with FakeTinker(seed=0, latency={"retrieve_future": 0.1}) as fake, connect(fake) as policy:
+        late = Fault("slow", "retrieve_future", seconds=0.1, times=None)
+        with FakeTinker(seed=0, faults=[late]) as fake, connect(fake) as policy:
             data = [s.datum(1.0) for s in drawn(policy)]
             policy.forward_backward(data, "ppo").result()
             policy.optim_step(STEP).result()
@@ -295,7 +286,7 @@ class TestInFlight:
 
     def test_calls_are_sent_before_results_are_read(self, fake, policy):
         data = [s.datum(1.0) for s in drawn(policy)]
-        fake.latency = {"retrieve_future": 0.3}
+        fake.inject(Fault("slow", "retrieve_future", seconds=0.3, times=None))
         futures = []
         for _ in range(3):
             futures += [policy.forward_backward(data, "ppo"), policy.optim_step(STEP)]
@@ -314,14 +305,15 @@ class TestInFlight:
         asked = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
         expected = asked.result()
         assert not asked.cancel()
-        fake.latency, so_far = {"retrieve_future": 0.5}, len(fake.requests)
+        so_far = len(fake.requests)
+        fake.inject(Fault("slow", "retrieve_future", seconds=0.5, times=None))
         future = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
         reached(fake, "retrieve_future", since=so_far)
         assert future.cancel()
         with pytest.raises(rlkit.RequestCancelled):
             future.result()
         reached(fake, "cancel_future", since=so_far)
-        fake.latency = 0.0
+        fake.heal()
         again = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1).result()
         assert again[0].tokens.tolist() == expected[0].tokens.tolist()
 
@@ -343,16 +335,22 @@ class TestInFlight:
         assert len({tuple(s.tokens.tolist()) for pair in found for s in pair}) > 150
 
     def test_nothing_is_left_behind(self, fake):
-        names = {"rlkit-tinker-send", "rlkit-tinker-take"}
+        """No thread but the SDK's loop and its pool; what is closed refuses calls, and may be closed again."""
+        connect(fake).close()
         before = set(threading.enumerate())
         for _ in range(3):
             with connect(fake) as policy:
-                drawn(policy)
-        assert not [t for t in set(threading.enumerate()) - before if t.name in names and t.is_alive()]
+                sampler = policy.sampler().result()
+            policy.close()
+            sampler.close()
+            for call in (lambda: policy.save("x"), lambda: sampler.logprobs([1])):  # noqa: B023  # called here
+                with pytest.raises(rlkit.BackendError, match="closed"):
+                    call()
+        left = {t.name for t in set(threading.enumerate()) - before if t.is_alive()}
+        assert not [name for name in left if name.startswith("rlkit-tinker")]
 
-    def test_own_optimizer_parameters(self, fake, policy):
-        data = [s.datum(1.0) for s in drawn(policy)]
-        policy.forward_backward(data, "ppo")
+    def test_parameters_of_another_optimizer(self, fake, policy):
+        policy.forward_backward([s.datum(1.0) for s in drawn(policy)], "ppo")
         with pytest.raises(rlkit.ConfigError, match="Adam"):
             policy.optim_step(tinker.AdamParams(learning_rate=1e-3))
         policy.optim_step(STEP).result()
