@@ -32,7 +32,7 @@ from rlkit.testing import FakeTinker, Fault
 
 MARGIN = 2.0  # seconds that a call may end after its deadline, on a machine that is busy with other cells
 KINDS = ("401", "410", "429", "500", "503", "lost", "slow", "bad_json")
-RARER = ("400", "402", "403", "404", "408", "409", "422", "502", "opfail", "paused_capacity")  # where it trains
+RARER = ("400", "402", "403", "404", "408", "409", "422", "502", "opfail", "paused")  # where it trains
 # endpoint, operation of retrieve_future, requests that pass before the first that fails
 PLACES = (
     ("create_session", None, 0),
@@ -89,7 +89,7 @@ class Cell:
     def fault(self) -> Fault:
         seconds = 0.4 if self.times or self.kind != "slow" else 2 * self.deadline
         return Fault(
-            self.kind,  # type: ignore[arg-type]
+            self.kind,
             self.endpoint,
             when=self.when,  # type: ignore[arg-type]
             times=self.times,
@@ -163,7 +163,7 @@ def run(cell: Cell) -> Outcome:
         time.sleep(0.05)
         outcome.steps += sum(policy.version for policy in policies[:1])
         outcome.applied = fake.count("optim_step")
-        outcome.doubled = tuple(x.operation for x in fake.doubled())
+        outcome.doubled = tuple(x.operation for x in fake.repeated_operations())
         outcome.rate = _rate(fake)
     outcome.seconds = time.monotonic() - started
     return outcome

@@ -1,10 +1,11 @@
-"""Packages that are missing or imported on first use, warnings at the user's line, and what has to be closed."""
+"""Packages that are missing or imported on first use, warnings at the user's line, what has to be closed, loopback."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import ipaddress
 import shlex
 import sys
 import warnings
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from rlkit.errors import MissingPackageError
 
-__all__ = ["PACKAGE", "VERSION", "Resource", "command", "has_torch", "lazy_names", "missing", "warn"]
+__all__ = ["PACKAGE", "VERSION", "Resource", "command", "has_torch", "is_loopback", "lazy_names", "missing", "warn"]
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).parent
@@ -43,6 +44,18 @@ def has_torch() -> bool:
     try:
         return importlib.util.find_spec("torch") is not None
     except ModuleNotFoundError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own.
+
+    >>> is_loopback("localhost"), is_loopback("127.8.0.1"), is_loopback("::1"), is_loopback("example.org")
+    (True, True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
         return False
 
 

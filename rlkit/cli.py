@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rlkit._runtime import VERSION, warn
+from rlkit._runtime import VERSION, is_loopback, warn
 from rlkit.errors import CheckpointError, ConfigError, RlkitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _add_serve(add: _Add) -> None:
     add("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
     add("--folder", help=f"folder for saved states (default: {_SAVES})")
     add("--tokenizer", help="the name by which clients load the tokenizer (default: the place it was loaded from)")
-    text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200"
+    text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.serve, such as idle=7200"
     _add_assignments(add, "--option", text)
     add("--seed", type=int, help="seed of session ids and of samples without a seed")
     _add_checkpoint(add)
@@ -342,7 +342,6 @@ def _serve_tinker(options: argparse.Namespace, key: str | None, more: dict[str, 
 
 
 def _serve_openai(options: argparse.Namespace, key: str | None, more: dict[str, Any]) -> int:
-    from rlkit._hosts import is_loopback
     from rlkit.gateway import Gateway
 
     if key is None and not is_loopback(options.host):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 
 # Files of rlkit that listen, or have others listen. Whoever adds one says here what shows where.
 PLACES = {
-    "rlkit/_http.py": "test_servers",
+    "rlkit/_web.py": "test_servers",
     "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
     "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
     "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",

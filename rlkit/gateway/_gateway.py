@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rlkit import _check
-from rlkit._hosts import is_loopback
-from rlkit._runtime import Resource, missing
+from rlkit._runtime import Resource, is_loopback, missing
 from rlkit.backends.protocol import Sampler
 from rlkit.chat import Chat
 from rlkit.errors import BackendError, ConfigError, RlkitError

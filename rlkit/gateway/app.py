@@ -28,9 +28,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlkit._hosts import is_loopback, is_own_name, is_web_page, let_in
-from rlkit._http import Listener
-from rlkit._runtime import VERSION
+from rlkit._runtime import VERSION, is_loopback
+from rlkit._web import Guard, WebServer, let_in
 from rlkit.gateway._session import Session
 from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.body import Call, Event, Json
@@ -107,20 +106,6 @@ _LINGER = 2.0  # seconds in which a refused client may go on sending, so that it
 
 class Gone(Exception):
     """The client closed the connection."""
-
-
-def check_origin(headers: Headers, *, loopback: bool) -> None:
-    """Raise GatewayError for a request of a web page.
-
-    Args:
-        headers: of the request.
-        loopback: the service listens on this machine alone. A page whose owner lets its name resolve to this machine
-            is detected by the Host header.
-    """
-    if is_web_page(headers):
-        raise GatewayError(403, "requests of web pages are refused")
-    if loopback and not is_own_name(headers.get("host")):
-        raise GatewayError(403, f"host is {headers['host'][:80]!r}; expected localhost or its address")
 
 
 def key_of(headers: Headers) -> str | None:
@@ -284,7 +269,14 @@ def app(gateway: Gateway, *, loopback: bool = True, body_limit: int = 64 * 2**20
     endpoints = Starlette(routes=[Mount("/s/{session}", routes=routes), *routes])
     endpoints.router.redirect_slashes = False
     endpoints.add_exception_handler(HTTPException, _no_route)
-    return App(endpoints, running, loopback)
+    guard = Guard(
+        endpoints,
+        admit=lambda request: False,  # its endpoints admit clients themselves
+        handlers={HTTPException: _refused},
+        body_limit=body_limit,
+        own_host=loopback,
+    )
+    return App(guard, running)
 
 
 @attrs.frozen(eq=False)
@@ -360,17 +352,9 @@ class App:
 
     endpoints: ASGIApp
     running: Running
-    loopback: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self.endpoints
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                check_origin(headers, loopback=self.loopback)
-            except GatewayError as error:
-                answer = _failure(error, _form_of(scope["path"], headers))
-        await answer(scope, receive, send)
+        await self.endpoints(scope, receive, send)
 
     def end(self) -> None:
         """Cancel the requests in progress and refuse new ones: clients learn that the gateway was closed."""
@@ -416,8 +400,16 @@ async def _version(_: HttpRequest) -> Response:
     return _response(200, {"version": VERSION})
 
 
+async def _refused(request: HttpRequest, error: HTTPException) -> Response:
+    code = "request_too_large" if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else None
+    problem = GatewayError(error.status_code, error.detail, code=code)
+    return _failure(problem, _form_of(request.url.path, request.headers))
+
+
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
+    if isinstance(error, HTTPException) and status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:  # from the guard
+        return await _refused(request, error)
     path, allowed = request.url.path, dict(getattr(error, "headers", None) or {})
     what, code = "this gateway has no such endpoint", "not_found"
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -447,7 +439,7 @@ def _response(status: int, body: Json, headers: Mapping[str, str] | None = None)
 _PATIENCE = 2  # seconds that running requests have when the server closes
 
 
-class Server(Listener):
+class Server(WebServer):
     """A gateway that listens. A context manager.
 
     Args:

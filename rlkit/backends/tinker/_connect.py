@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rlkit import _check
-from rlkit._hosts import is_loopback
-from rlkit._runtime import missing
+from rlkit._runtime import is_loopback, missing
 from rlkit._secrets import redact
 from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Sampler, Tokenizer

@@ -210,6 +210,7 @@ def forbid_resending(holder: InternalClientHolder) -> None:
             http = client._client  # noqa: SLF001  # the SDK has no other way to its transport
             if http not in guarded:
                 guarded.add(http)
+                http.follow_redirects = False  # to where a redirect leads, the key would go, too
                 http._transport = NoResend(http._transport, deduplicates)  # noqa: SLF001
                 mounts = http._mounts.items()  # noqa: SLF001  # of proxies
                 http._mounts = {key: x and NoResend(x, deduplicates) for key, x in mounts}  # noqa: SLF001

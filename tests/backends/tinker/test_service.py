@@ -12,7 +12,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.protocol import Capabilities, Routes, Storage
-from rlkit.testing import FakeTinker
+from rlkit.testing import FakeTinker, Fault
 from tests.each import for_each
 from tests.models.build import build
 from tests.sockets import refusing_port
@@ -275,7 +275,8 @@ class TestInFlight:
             before.result()
             return (time.monotonic() - started) / 0.1
 
-        with FakeTinker(seed=0, latency={"retrieve_future": 0.1}) as fake, connect(fake) as policy:
+        late = Fault("slow", "retrieve_future", seconds=0.1, times=None)
+        with FakeTinker(seed=0, faults=[late]) as fake, connect(fake) as policy:
             data = [s.datum(1.0) for s in drawn(policy)]
             policy.forward_backward(data, "ppo").result()
             policy.optim_step(STEP).result()
@@ -285,7 +286,7 @@ class TestInFlight:
 
     def test_calls_are_sent_before_results_are_read(self, fake, policy):
         data = [s.datum(1.0) for s in drawn(policy)]
-        fake.latency = {"retrieve_future": 0.3}
+        fake.inject(Fault("slow", "retrieve_future", seconds=0.3, times=None))
         futures = []
         for _ in range(3):
             futures += [policy.forward_backward(data, "ppo"), policy.optim_step(STEP)]
@@ -306,14 +307,15 @@ class TestInFlight:
         asked = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
         expected = asked.result()
         assert not asked.cancel()
-        fake.latency, so_far = {"retrieve_future": 0.5}, len(fake.requests)
+        so_far = len(fake.requests)
+        fake.inject(Fault("slow", "retrieve_future", seconds=0.5, times=None))
         future = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
         reached(fake, "retrieve_future", since=so_far)
         assert future.cancel()
         with pytest.raises(rlkit.RequestCancelled):
             future.result()
         reached(fake, "cancel_future", since=so_far)
-        fake.latency = 0.0
+        fake.heal()
         again = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1).result()
         assert again[0].tokens.tolist() == expected[0].tokens.tolist()
 

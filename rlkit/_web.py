@@ -1,41 +1,144 @@
-"""An ASGI application on a socket: uvicorn, in its own thread, with limits for clients that show no key."""
+"""An ASGI application on a socket that answers only who may use it: a listener with limits, and a guard."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import hmac
+import importlib
 import math
 import os
 import socket
 import threading
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias, cast
 
 import uvicorn
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlkit._hosts import LET_IN, most_connections
-from rlkit._runtime import Resource
+from rlkit._runtime import Resource, is_loopback
 from rlkit._threads import DaemonExecutor, Threads
 from rlkit.errors import BackendError
 
-__all__ = ["Listener"]
+__all__ = ["Guard", "Handlers", "WebServer", "find_key", "is_key", "let_in"]
+
+Handlers: TypeAlias = Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]]  # as starlette's
 
 _HEAD_LIMIT = 64 * 2**10
 _CONNECTIONS = 4096  # at a time, and fewer where a process may not have as many files open
+_OTHER_FILES = 128  # open files of a process that are no connections
 _FIRST = 20.0  # seconds that a connection lasts on which no client was let in
 _BODY = 120.0  # seconds for the rest of a request of a client that was let in
 _IDLE = 120.0  # and until the next one
+_LET_IN = "rlkit.let_in"  # of an ASGI scope
 
 
-class Listener(Resource):
-    """An application that listens. A context manager.
+class Guard:
+    """Refuse web pages, foreign host names, strangers and large bodies, before a byte of a body is read. ASGI.
 
     Args:
-        app: an ASGI application. It calls ``let_in(scope)`` before it reads the body of a client that may use it;
-            connections on which it has not yet done so end after 20 s, and make room for new ones, the oldest first.
+        app: the application behind it.
+        admit: called with each request; raises for a client that may not use the application, and returns whether the
+            client may stay connected: False for what any client may ask, such as a health check.
+        handlers: make the responses to exceptions of ``admit`` and to an ``HTTPException`` of the guard, as starlette's
+            ``exception_handlers`` do. A body that grows above the limit raises one in the application.
+        body_limit: the largest body, in bytes.
+        own_host: refuse a Host header that does not name this machine. A web page whose owner lets its name resolve to
+            this machine sends requests under that name, which a key or another machine's address would stop, too.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        admit: Callable[[Request], bool],
+        handlers: Handlers,
+        body_limit: int,
+        own_host: bool,
+    ) -> None:
+        self._app, self._admit, self._handlers = app, admit, handlers
+        self._limit, self._own_host = body_limit, own_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        try:
+            self._check_origin(request.headers)
+            if self._admit(request):
+                let_in(scope)
+            self._check_body(request.headers)
+        except tuple(self._handlers) as error:
+            handler = next(self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers)
+            await (await handler(request, error))(scope, receive, send)
+        else:
+            await self._app(scope, self._count(receive), send)
+
+    def _check_origin(self, headers: Headers) -> None:
+        if "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise HTTPException(403, "requests of web pages are refused")
+        if self._own_host and not _names_this_machine(headers.get("host", "localhost")):
+            raise HTTPException(403, f"host is {headers['host'][:80]!r}; expected localhost or its address")
+
+    def _check_body(self, headers: Headers) -> None:
+        if headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415, "the body is compressed; expected an uncompressed one")
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit():
+            raise HTTPException(400, f"content-length is {length[:80]!r}; expected a number")
+        if len(length) > 18 or int(length) > self._limit:
+            raise self._too_large()
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body is too large; expected at most {self._limit} bytes")
+
+    def _count(self, receive: Receive) -> Receive:
+        """Return ``receive``, which raises when the body, whose length the client need not say, is too large."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise self._too_large()
+            return message
+
+        return counted
+
+
+def let_in(scope: Scope) -> None:
+    """Tell the server, if there is one, that the client of a request may use the application."""
+    scope.get(_LET_IN, bool)()
+
+
+def find_key(headers: Headers) -> str | None:
+    """Return the API key, as x-api-key or as a bearer token; None where there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None) or None
+
+
+def is_key(sent: str | None, key: str) -> bool:
+    """Return whether a client sent this key; the time that it takes tells nothing of it."""
+    return hmac.compare_digest((sent or "").encode(), key.encode())
+
+
+def _names_this_machine(host: str) -> bool:
+    name = host.strip().lower()
+    return is_loopback(name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0])
+
+
+class WebServer(Resource):
+    """An application that listens, in a thread. A context manager.
+
+    Connections on which the ``Guard`` let no client in end after 20 s, and make room for new ones, the oldest first.
+
+    Args:
+        app: an ASGI application.
         host: a name or address of this machine.
         port: 0: a free one.
         name: the name of the thread, and in errors.
@@ -56,7 +159,7 @@ class Listener(Resource):
             raise BackendError(f"{name}: cannot listen on {host}:{port}: {error}") from error
         address = self._socket.getsockname()
         self.url = f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
-        self.connections = Connections(most_connections(_CONNECTIONS))
+        self.connections = Connections(_most_connections())
         config = uvicorn.Config(
             app,
             http=cast("type[H11Protocol]", functools.partial(_Connection, self.connections)),
@@ -97,8 +200,18 @@ class Listener(Resource):
         await self._server.serve(sockets=[self._socket])
 
 
+def _most_connections() -> int:
+    """Return how many connections there may be: fewer if this process may not have as many files open; at least 16."""
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # not a Unix
+        return _CONNECTIONS
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _CONNECTIONS if files < 0 else max(16, min(_CONNECTIONS, files - _OTHER_FILES))
+
+
 class Connections:
-    """The connections of a listener: those of clients that were let in, and strangers."""
+    """The connections of a server: those of clients that were let in, and strangers."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -168,7 +281,7 @@ class _Connection(H11Protocol):
             answer = PlainTextResponse("this server is closing", 503, closing)
         elif not self._is_let_in and len(self._all.let_in) >= self._all.most:
             answer = PlainTextResponse(f"this server has {self._all.most} connections already", 503, closing)
-        await answer({**scope, LET_IN: self._let_in}, receive, send)
+        await answer({**scope, _LET_IN: self._let_in}, receive, send)
 
     def _let_in(self) -> None:
         if self in self._all.strangers:
