@@ -17,7 +17,7 @@ import attrs
 
 FLOAT = 4  # bytes of what is trained, of gradients and of logprobs
 TOKEN_BYTES = 6.0  # of a token's id in a JSON list
-SAMPLED_BYTES = 110.0  # of a sampled token with its logprob, in the answer of /inference/v1/generate
+SAMPLED_BYTES = 36.0  # of a sampled token with its logprob, in the answer of /v1/completions
 
 
 @attrs.frozen
@@ -161,7 +161,7 @@ def bytes_moved(model: Model, work: Work) -> dict[str, float]:
         "weights, received by each rank": 2 * work.gathers * elsewhere * model.nbytes,
         "adapter": adapter * work.samplers,
         "prompts": TOKEN_BYTES * work.prompts * work.prompt,
-        "samples": SAMPLED_BYTES * work.chosen,
+        "samples": SAMPLED_BYTES * work.chosen + TOKEN_BYTES * work.completions * work.prompt,  # with the prompts' ids
     }
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import filters as filters
     from rlkit import futures as futures
     from rlkit import gateway as gateway
-    from rlkit import harnesses as harnesses
     from rlkit import losses as losses
     from rlkit import metrics as metrics
     from rlkit import recipes as recipes

@@ -188,7 +188,7 @@ def serve():
 
 
 def vllm():
-    """A server of vLLM's wire format is asked, without torch."""
+    """A server with vLLM's endpoints is asked, without torch."""
     import http.server
     import json
     import threading
@@ -208,12 +208,10 @@ def vllm():
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/tokenize":
-                self._answer({"tokens": own.encode(body["prompt"]).tolist()})
-                return
-            logprob = 0.0 if body["sampling_params"].get("top_k") == 1 else -1.0
-            choice = {"index": 0, "token_ids": [5], "finish_reason": "length"}
-            self._answer({"choices": [{**choice, "logprobs": {"content": [{"logprob": logprob}]}}]})
+            prompt, logprob = body["prompt"], 0.0 if body.get("top_k") == 1 else -1.0
+            ids = own.encode(prompt).tolist() if isinstance(prompt, str) else prompt
+            choice = {"index": 0, "prompt_token_ids": ids, "token_ids": [5], "finish_reason": "length"}
+            self._answer({"choices": [{**choice, "logprobs": {"token_logprobs": [logprob]}}]})
 
         def _answer(self, value):
             body = json.dumps(value).encode()

@@ -726,7 +726,7 @@ from rlkit.rollouts import rollout_sync
 from tests.rollouts.parts import RandomSampler
 tasks = function([{"prompt": "Hi."}], lambda text: float(len(text)))
 (group,) = rollout_sync(RandomSampler(), tasks, n=2, max_turns=1, progress=False)
-parts = ("_ray", "agent", "gateway", "harnesses", "from_mcp", "from_gem")
+parts = ("_ray", "agent", "gateway", "from_mcp", "from_gem")
 print(len(group), [name for name in sys.modules if name.startswith("rlkit.") and any(part in name for part in parts)])
 """
     assert printed(["ray"], program) == "2 []\n"

@@ -1,4 +1,4 @@
-"""vLLM as the sampler: a client of its wire format, and samplers over it."""
+"""vLLM as the sampler: a client of its ``/v1/completions``, and samplers over it."""
 
 from __future__ import annotations
 

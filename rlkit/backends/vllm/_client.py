@@ -1,4 +1,4 @@
-"""``VllmClient``: vLLM's wire format, tokens in and tokens out, which the gateway serves too."""
+"""``VllmClient``: vLLM's ``/v1/completions`` with token ids in and token ids out, which the gateway serves too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "seed_of",
 ]
 
-Entries: TypeAlias = Mapping[str, Mapping[str, object]]
+Json: TypeAlias = Mapping[str, object]
 
 _HOTTEST = 2.0
 _COLDEST = 0.01  # vLLM takes a lower temperature for this one
@@ -54,7 +54,7 @@ def seed_of(seed: int) -> int:
 def sample_request(
     prompt: np.ndarray, params: SamplingParams, n: int, seed: int, max_tokens: int, tokenizer: Tokenizer
 ) -> dict[str, object]:
-    """Return the body of a request for completions.
+    """Return the body of a request for completions, without the model.
 
     Args:
         prompt: int64 [P].
@@ -71,7 +71,8 @@ def sample_request(
         raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM supports 0 and >= {_COLDEST}")
     if params.temperature > _HOTTEST:
         raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM supports at most {_HOTTEST:g}")
-    how: dict[str, object] = {
+    body: dict[str, object] = {
+        "prompt": prompt.tolist(),
         "n": n,
         "seed": seed_of(seed),
         "max_tokens": max_tokens,
@@ -80,27 +81,23 @@ def sample_request(
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "logprobs": 0,  # of the sampled tokens, and no alternatives
+        "return_token_ids": True,
         "skip_special_tokens": False,  # stop texts may have them
         "ignore_eos": params.stop == (),
     }
     if params.truncates:
-        how |= {"top_p": params.top_p, "top_k": max(params.top_k, 0), "min_p": params.min_p}
+        body |= {"top_p": params.top_p, "top_k": max(params.top_k, 0), "min_p": params.min_p}
     if params.stop != ():
         ids = [x for x in params.stop or () if isinstance(x, int)]
-        how["stop_token_ids"] = list(dict.fromkeys([*ids, *tokenizer.eos_ids]))
-        how["stop"] = [x for x in params.stop or () if isinstance(x, str)]
-    return {"token_ids": prompt.tolist(), "sampling_params": how}
+        body["stop_token_ids"] = list(dict.fromkeys([*ids, *tokenizer.eos_ids]))
+        body["stop"] = [x for x in params.stop or () if isinstance(x, str)]
+    return body
 
 
 def score_request(tokens: np.ndarray, top: int) -> dict[str, object]:
     """Return the body of a request for the logprobs of ``tokens`` [T] themselves, and of the ``top`` best."""
     how = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}  # one token is always sampled
-    return {"token_ids": tokens.tolist(), "sampling_params": how}
-
-
-def _read_logprobs(choice: Json, where: str) -> list[float]:
-    content = (choice.get("logprobs") or {}).get("content")  # type: ignore[attr-defined]
-    return [_logprob(entry, where) for entry in content or ()]
+    return {"prompt": tokens.tolist(), **how}
 
 
 def read_samples(
@@ -111,17 +108,16 @@ def read_samples(
     Raises:
         BackendError: it is not the answer to such a request.
     """
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != n:
-        raise BackendError(f"{where}: {len(choices) if isinstance(choices, list) else 'no'} choices; expected {n}")
+    choices = _read_choices(answer, where, n)
     samples: list[Sample | None] = [None] * n
-    for choice in cast("list[Json]", choices):
-        index = choice.get("index")
-        tokens = integers(choice.get("token_ids"), f"{where}: token_ids")
+    for choice in choices:
+        index, reason = choice.get("index"), choice.get("finish_reason")
+        tokens = _read_ids(choice.get("token_ids"), f"{where}: token_ids")
         if max(tokens, default=0) >= vocab_size:
             raise BackendError(f"{where}: token {max(tokens)} of another model; the tokenizer has {vocab_size} tokens")
-        logprobs = _read_logprobs(choice, where)
-        reason = choice.get("finish_reason")
+        listed = choice.get("logprobs")
+        values = listed.get("token_logprobs") if isinstance(listed, Mapping) else None
+        logprobs = [_read_logprob(value, where) for value in values] if isinstance(values, list) else []
         if not isinstance(index, int) or not 0 <= index < n or len(logprobs) != len(tokens):
             raise BackendError(f"{where}: choice {index!r} has {len(tokens)} tokens and {len(logprobs)} logprobs")
         if reason not in ("stop", "length"):
@@ -142,17 +138,20 @@ def read_scores(answer: Json, where: str, tokens: np.ndarray, top: int) -> tuple
     Raises:
         BackendError: it is not the answer to such a request.
     """
-    rows = answer.get("prompt_logprobs")
+    (choice,) = _read_choices(answer, where, 1)
+    rows = choice.get("prompt_logprobs")
     if not isinstance(rows, list) or len(rows) != tokens.size:
         raise BackendError(f"{where}: prompt_logprobs do not cover each of {tokens.size} tokens")
     logprobs, ids = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, top), np.int64)
     best = np.zeros((tokens.size, top), np.float32)
-    for i, row in enumerate(cast("Sequence[Entries]", rows[1:]), 1):
-        entry = row.get(str(tokens[i]))
-        if entry is None:
+    for i, row in enumerate(rows[1:], 1):
+        if not isinstance(row, Mapping) or not all(isinstance(entry, Mapping) for entry in row.values()):
+            raise BackendError(f"{where}: prompt_logprobs[{i}] is {str(row)[:100]}; expected token ids with logprobs")
+        found = {token: _read_logprob(entry.get("logprob"), where) for token, entry in row.items()}
+        if str(tokens[i]) not in found:
             raise BackendError(f"{where}: prompt_logprobs[{i}] lacks token {tokens[i]} of the prompt")
-        logprobs[i] = _logprob(entry, where)
-        ranked = sorted(((_logprob(entry, where), int(token)) for token, entry in row.items()), key=lambda x: -x[0])
+        logprobs[i] = found[str(tokens[i])]
+        ranked = sorted(((value, int(token)) for token, value in found.items()), key=lambda x: -x[0])
         if len(ranked) < top:
             raise BackendError(f"{where}: prompt_logprobs[{i}] has {len(ranked)} alternatives; expected {top}")
         for k, (value, token) in enumerate(ranked[:top]):
@@ -160,23 +159,34 @@ def read_scores(answer: Json, where: str, tokens: np.ndarray, top: int) -> tuple
     return logprobs, ids, best
 
 
-def _logprob(entry: object, where: str) -> float:
-    value = entry.get("logprob") if isinstance(entry, Mapping) else None
+def _read_choices(answer: Json, where: str, n: int) -> list[Json]:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != n:
+        raise BackendError(f"{where}: {len(choices) if isinstance(choices, list) else 'no'} choices; expected {n}")
+    if not all(isinstance(choice, Mapping) for choice in choices):
+        raise BackendError(f"{where}: choices are {str(choices)[:100]}; expected objects")
+    return choices
+
+
+def _read_ids(value: object, where: str) -> list[int]:
+    if not isinstance(value, list) or not all(isinstance(x, int) and x >= 0 for x in value):
+        raise BackendError(f"{where}: is {str(value)[:100]}; expected token ids")
+    return value
+
+
+def _read_logprob(value: object, where: str) -> float:
     if not isinstance(value, (int, float)):
-        raise BackendError(f"{where}: {str(entry)[:100]} is not a logprob")
+        raise BackendError(f"{where}: {str(value)[:100]} is not a logprob")
     return float(value)
 
-
-Json: TypeAlias = Mapping[str, object]
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
 _SHOWN = 600  # characters of a server's refusal
 _KIND = (
-    "expected a server that has vLLM's /inference/v1/generate: vLLM >= 0.32 started with --enable-scale-out (and, "
-    "for adapters, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora), or, to sample without training, "
-    "`rlkit serve --openai`"
+    "expected vLLM >= 0.10.2 (for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora), or, to sample "
+    "without training, `rlkit serve --openai`"
 )
-_PLAIN = ("/health", "/v1/models", "/tokenize")  # which are there, or not, whatever is asked for
+_PLAIN = ("/health", "/v1/models")  # which are there, or not, whatever is asked for
 _ADAPTERS = {  # what it says of adapters that it does not load, and what helps
     "No adapter found": "the server cannot read that folder: set Vllm(folder=) to a file system that both machines "
     "share; vLLM loads adapters from folders only",
@@ -244,8 +254,8 @@ class VllmClient:
         )
 
     async def generate(self, body: Json) -> Json:
-        """Return what the server answers to ``POST /inference/v1/generate``. Cancelled, the request is ended there."""
-        return await self._json("POST", "/inference/v1/generate", body, self._deadline)
+        """Return what the server answers to ``POST /v1/completions``. Cancelled, the request is ended there."""
+        return await self._json("POST", "/v1/completions", body, self._deadline)
 
     async def abort(self, request: str) -> None:
         """Make it end a request, which is then answered with what was drawn so far; "" for none.
@@ -264,10 +274,18 @@ class VllmClient:
             raise BackendError(f"{self.url}/v1/models: no list of models; {_KIND}")
         return [Model.read(card) for card in cast("Sequence[Json]", cards)]
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, without those that a tokenizer would add."""
-        answer = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}, _SHORT)
-        return integers(answer.get("tokens"), f"{self.url}/tokenize: tokens")
+    async def encode(self, model: str, text: str) -> list[int]:
+        """Return the tokens of a text, without those that a tokenizer would add, as it samples from them.
+
+        Raises:
+            UnsupportedError: it is another kind of server, which does not say the token ids.
+        """
+        how = {"max_tokens": 1, "top_k": 1, "add_special_tokens": False, "return_token_ids": True}
+        where = f"{self.url}/v1/completions"
+        (choice,) = _read_choices(await self.generate({"model": model, "prompt": text, **how}), where, 1)
+        if choice.get("prompt_token_ids") is None or choice.get("token_ids") is None:
+            raise UnsupportedError(f"{where}: answered without token ids; {_KIND}")
+        return _read_ids(choice["prompt_token_ids"], f"{where}: prompt_token_ids")
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Make it load an adapter from a folder that it can read.
@@ -300,18 +318,6 @@ class VllmClient:
             BackendError, UnsupportedError: it is something else, or refuses.
         """
         await self._ask("GET", "/health", None, within)
-
-    async def check_kind(self, model: str) -> None:
-        """Make it sample one token, which vLLM and the gateway do by tokens alone.
-
-        Raises:
-            UnsupportedError: it is another kind of server.
-        """
-        how = {"max_tokens": 1, "top_k": 1}
-        answer = await self.generate({"model": model, "token_ids": [0], "sampling_params": how})
-        choices = answer.get("choices")
-        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict) and "token_ids" in choices[0]):
-            raise UnsupportedError(f"{self.url}/inference/v1/generate: answered without token ids; {_KIND}")
 
     async def close(self) -> None:
         """Close its connections."""
@@ -354,17 +360,6 @@ class VllmClient:
         raise _refusal(where, path, response.status_code, response.text)
 
 
-def integers(value: object, where: str) -> list[int]:
-    """Return a list of token ids that a server sent.
-
-    Raises:
-        BackendError: it is none.
-    """
-    if not isinstance(value, list) or not all(isinstance(x, int) and x >= 0 for x in value):
-        raise BackendError(f"{where}: is {str(value)[:100]}; expected token ids")
-    return value
-
-
 def _reason(error: BaseException) -> str:
     """Return why there is no connection, in the system's words, from the end of the chain of errors."""
     name, last = type(error).__name__, error
@@ -390,9 +385,9 @@ def _message(text: str) -> str:
 def _refusal(where: str, path: str, status: int, text: str) -> BackendError | UnsupportedError:
     """Return the error of an answer that is none: in the server's words, which a JSON object may contain."""
     said = _message(text)[:_SHOWN] or "with no message"
-    lacks = path in _PLAIN or (path == "/inference/v1/generate" and "does not exist" not in said)
+    lacks = path in _PLAIN or (path == "/v1/completions" and "does not exist" not in said)
     lacks = lacks or "no such endpoint" in said or said in ("Not Found", "Method Not Allowed")
-    if (status in (404, 405) and lacks) or (status == 403 and "--enable-scale-out" in said):  # it has it, turned off
+    if status in (404, 405) and lacks:
         return UnsupportedError(f"{where}: the server has no such endpoint (status {status}: {said[:100]}); {_KIND}")
     if status in (401, 403):
         remedy = "if it requires an API key, give it: sampler=Vllm(urls=..., key=...), or rlkit.sampler(url, key=...)"

@@ -134,7 +134,7 @@ class VllmEngine:
     def live_sampler(
         self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
     ) -> SuccessiveSampler | None:
-        """See ``LiveEngine``; None where a server cannot abort requests."""
+        """See ``LiveEngine``; None where a server cannot abort requests, as without ``--enable-scale-out``."""
         try:
             self._do(*(server.client.abort("") for server in self.servers))
         except (BackendError, UnsupportedError):  # it has no such endpoint, or is not there to ask
@@ -173,14 +173,12 @@ class VllmEngine:
             raise BackendError(f"connect(sampler): {error}. {_remedy(self._trained)}") from error
         for server, models in zip(self.servers, served, strict=True):
             model = named_model(models, None, server.client.url)
-            with contextlib.suppress(ServerLost):  # as in `_compare`
-                self._do(server.client.check_kind(model.name))
             if server is self.servers[0]:
                 self.base = model.name
             elif model.name != self.base:
                 raise ConfigError(f"{server.client.url}: serves {model.name!r}, but another server {self.base!r}")
             lengths.append(longest(model, self._trained.max_length))
-            tokens = self._do(*(server.client.tokenize(text) for text in TEXTS))
+            tokens = self._do(*(server.client.encode(model.name, text) for text in TEXTS))
             other = different_tokenizer(self._trained.tokenizer, TEXTS, tokens)
             if other:
                 raise ConfigError(f"{server.client.url}: {other}; serve the model that is trained")
@@ -279,12 +277,13 @@ def open_engine(settings: Vllm, policy: TrainedPolicy) -> VllmEngine:
 
 def _remedy(trained: TrainedPolicy) -> str:
     """Return the remedy where nothing listens."""
-    options = server_options(trained.dtype, trained.lora, trained.modules, trained.max_length)
+    shape = (trained.dtype, trained.lora, trained.modules, trained.max_length)
+    options = server_options(*shape, device=trained.device)
     variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
     return (
-        f"Start one there: {variables} vllm serve {shlex.join([trained.model, *options])} --port PORT (on a CPU with "
-        "--no-enable-chunked-prefill); or let rlkit start one: sampler='vllm'; to wait for a server that is still "
-        "starting, use sampler=Vllm(urls=[...], start=SECONDS)"
+        f"Start one there: {variables} vllm serve {shlex.join([trained.model, *options])} --port PORT; or let "
+        "rlkit start one: sampler='vllm'; to wait for a server that is still starting, use "
+        "sampler=Vllm(urls=[...], start=SECONDS)"
     )
 
 
@@ -299,7 +298,7 @@ def _servers(settings: Vllm, trained: TrainedPolicy, base: str, check: Check) ->
     key, port = secrets.token_hex(16), free_port()
     placed, variables = place_server(trained.device, settings.memory, settings.devices)
     shape = (trained.model, trained.dtype, trained.lora, trained.modules, trained.max_length)
-    command = settings.command(*shape, base, placed)
+    command = settings.command(*shape, base, placed, device=trained.device)
     environment = _VARIABLES | {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": key} | variables
     environment |= settings.environment
     process = VllmProcess([*command, "--host", "127.0.0.1", "--port", str(port)], environment)

@@ -55,10 +55,10 @@ def open_sampler(
     """Open a sampler of what a server of vLLM, or a gateway of rlkit, serves: a teacher, a judge, a finished policy.
 
     Args:
-        url: where it listens. vLLM has to be started with ``--enable-scale-out --logprobs-mode processed_logprobs
-            --generation-config vllm``.
+        url: where it listens. vLLM has to be started with ``--logprobs-mode processed_logprobs --generation-config
+            vllm``.
         tokenizer: the model's: a folder, a hub id, or one that is open already; None: that of the folder or hub id
-            which the server names as its model's.
+            which the server names as its model's. It has to make the tokens that the server makes of a text.
         model: its name there, or that of an adapter; None: the base model.
         key: its API key.
         seed: of requests that bring none; None for a fresh one.
@@ -67,7 +67,7 @@ def open_sampler(
 
     Raises:
         ConfigError: it serves no such model, or has another tokenizer; or an argument is out of range.
-        UnsupportedError: it has not the endpoint.
+        UnsupportedError: it has no /v1/completions, or does not answer with token ids there.
         BackendError: it cannot be reached, or its logprobs are not those of the distribution that it draws from.
     """
     check_url("open_sampler(url)", url)
@@ -93,8 +93,8 @@ def open_sampler(
 
 async def _check_server(remote: _Remote, tokenizer: Tokenizer, *, adapted: bool) -> str:
     """Raise where a sampler would give wrong numbers, as the first request would show; return what to warn of."""
-    await remote.client.check_kind(remote.model)
-    other = different_tokenizer(tokenizer, TEXTS, [await remote.client.tokenize(text) for text in TEXTS])
+    tokens = [await remote.client.encode(remote.model, text) for text in TEXTS]
+    other = different_tokenizer(tokenizer, TEXTS, tokens)
     if other:
         raise ConfigError(f"{remote.client.url}: {other}; set tokenizer= to that of its model")
     probe = remote.generate, remote.name, tokenizer.encode(TEXTS[0]), tokenizer

@@ -16,7 +16,7 @@ import concurrent.futures
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -33,7 +33,7 @@ from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
 
-__all__ = ["ABORTED", "ContinuingSampler", "EventLoop", "Served", "VllmSampler"]
+__all__ = ["ContinuingSampler", "EventLoop", "Served", "VllmSampler"]
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class Served(Protocol):
 
 
 class VllmSampler(Resource):
-    """A frozen policy that is sampled in vLLM's wire format.
+    """A frozen policy that is sampled by vLLM's ``/v1/completions``.
 
     Args:
         policy: what is asked; held until ``close``, and by requests until they are answered.
@@ -225,7 +225,6 @@ class VllmSampler(Resource):
         return Future.wrap(answer, on_drop=drop, on_cancel=drop)
 
 
-ABORTED = "generate-tokens-"  # comes before a request's own id where a server is told to abort it
 _AGAIN = 0.1  # seconds until a request that has not ended, since it had perhaps not begun, is aborted again
 _LACKS = ("presence_penalty", "frequency_penalty")  # count the drawn tokens, which are a prompt once it is continued
 
@@ -298,8 +297,7 @@ class ContinuingSampler(SuccessiveSampler):
             policy = cast("VllmSampler", self._newest) or policy  # closed: earlier requests are still answered
             text, begun = np.concatenate([prompt, row.tokens]), row.tokens.size
             body = sample_request(text, params, 1, seed, most - begun, self.tokenizer)
-            how = cast("Mapping[str, object]", body["sampling_params"])
-            answer = await self._until(updated, policy, {**body, "sampling_params": {**how, "seed": number}})
+            answer = await self._until(updated, policy, {**body, "seed": number})
             answer, ended = _ended(answer)
             where, size = policy.policy.name, self.tokenizer.vocab_size
             (part,) = read_samples(answer, where, text, params, 1, policy.version, size)
@@ -325,7 +323,7 @@ class ContinuingSampler(SuccessiveSampler):
         try:
             await asyncio.wait({asked, waited}, return_when=asyncio.FIRST_COMPLETED)
             while not asked.done():
-                await self._abort(ABORTED + request)
+                await self._abort(f"cmpl-{request}-0")  # as vLLM calls the first prompt of that request
                 await asyncio.wait({asked}, timeout=_AGAIN)
             return await asked
         finally:

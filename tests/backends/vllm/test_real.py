@@ -70,7 +70,7 @@ def model(tmp_path_factory):
 def serving(model, *arguments):
     """A server as ``connect`` starts it, with more arguments: its URL and its process."""
     settings, port = started(), free_port()
-    command = settings.command(model, "float32", LORA, MODULES, 128, "base")
+    command = settings.command(model, "float32", LORA, MODULES, 128, "base", device="cpu")
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     address = ["--host", "127.0.0.1", "--port", str(port)]
     process = VllmProcess([*command, *address, *arguments], {**environment, **settings.environment})

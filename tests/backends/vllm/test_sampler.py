@@ -1,4 +1,4 @@
-"""The client and its sampler against the gateway's own endpoint, which speaks the same wire format."""
+"""The client and its sampler against the gateway's /v1/completions, which has vLLM's additions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_stops(sampler, inner):
     stopped = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=(token,)), seed=9).result()[0]
     assert stopped.stop_reason == "stop"
     assert stopped.tokens[-1] in {token, *inner.tokenizer.eos_ids}
-    body = sample_request(prompt, rlkit.SamplingParams(stop=("x",)), 1, 0, 5, inner.tokenizer)["sampling_params"]
+    body = sample_request(prompt, rlkit.SamplingParams(stop=("x",)), 1, 0, 5, inner.tokenizer)
     assert (body["stop"], body["ignore_eos"], body["stop_token_ids"]) == (["x"], False, [*inner.tokenizer.eos_ids])
 
 
@@ -259,13 +259,15 @@ def test_a_server_that_hangs_ends_in_a_typed_error(inner):
 
 def test_answers_of_another_kind_are_refused(inner):
     """Tokens of another vocabulary, missing logprobs, an aborted completion, the wrong number of choices."""
-    entry = {"token_id": 5, "logprob": -1.0}
-    good = {"index": 0, "token_ids": [5], "logprobs": {"content": [entry]}, "finish_reason": "stop"}
+    good = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
     read = lambda *choices: read_samples({"choices": list(choices)}, "here", np.array([1]), PARAMS, 1, 0, 100)  # noqa: E731
     assert read(good)[0].tokens.tolist() == [5]
     for change, what in (
         ({"token_ids": [100]}, "of another model"),
         ({"logprobs": None}, "0 logprobs"),
+        ({"logprobs": {"token_logprobs": [None]}}, "None is not a logprob"),
+        ({"logprobs": {"token_logprobs": [-1.0, -1.0]}}, "1 tokens and 2 logprobs"),
+        ({"logprobs": {"token_logprobs": [3.0]}}, "a logprob is at most 0; .*processed_logprobs"),
         ({"finish_reason": "abort"}, "abort"),
         ({"index": 1}, "choice 1"),
         ({"token_ids": "x"}, "token ids"),
@@ -274,5 +276,14 @@ def test_answers_of_another_kind_are_refused(inner):
             read({**good, **change})
     with pytest.raises(rlkit.BackendError, match="2 choices; expected 1"):
         read(good, good)
-    with pytest.raises(rlkit.BackendError, match="lacks token 4 of the prompt"):
-        read_scores({"prompt_logprobs": [None, {"5": entry}]}, "here", np.array([3, 4]), 0)
+    tokens, entry = np.array([3, 4]), {"logprob": -1.0}
+    for rows, top, what in (
+        (None, 0, "do not cover each of 2 tokens"),
+        ([None], 0, "do not cover each of 2 tokens"),
+        ([None, {"5": entry}], 0, "lacks token 4 of the prompt"),
+        ([None, None], 0, "expected token ids with logprobs"),
+        ([None, {"4": {"logprob": None}}], 0, "None is not a logprob"),
+        ([None, {"4": entry}], 2, "has 1 alternatives; expected 2"),
+    ):
+        with pytest.raises(rlkit.BackendError, match=what):
+            read_scores({"choices": [{"prompt_logprobs": rows}]}, "here", tokens, top)

@@ -95,6 +95,15 @@ def test_names_by_ids(client):
     assert got.choices[0].logprobs.top_logprobs[0] == {"token_id:72": -0.125, "token_id:33": -2.0}
 
 
+def test_token_ids_with_special_tokens(client):
+    """vLLM's clients that read ids say that texts need not leave special tokens out."""
+    more = {"skip_special_tokens": False, "return_token_ids": True}
+    (choice,) = complete(client, prompt=[65, 67], logprobs=0, extra_body=more).choices
+    assert choice.prompt_token_ids == [65, 67]
+    assert choice.token_ids[:2] == [72, 101]
+    assert len(choice.logprobs.token_logprobs) == len(choice.token_ids)
+
+
 def test_the_prompt_s_logprobs_as_vllm_has_them(client):
     (choice,) = complete(client, prompt="AC", extra_body={"prompt_logprobs": 2}).choices
     assert choice.prompt_logprobs[0] is None
@@ -118,6 +127,7 @@ def test_the_prompt_s_logprobs_as_vllm_has_them(client):
         ("max_tokens", {"max_tokens": 0}),
         ("logprobs", {"logprobs": 50}),
         ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("skip_special_tokens", {"extra_body": {"skip_special_tokens": False}}),
         ("response_format.type", {"extra_body": {"response_format": {"schema": {}}}}),
     ],
 )
