@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
-import openai
 import pytest
 
-from tests.each import for_each
-from tests.gateway.dialects.fake import Says
+from tests.gateway.fake import Says
 
 ADD = {
     "type": "function",
@@ -42,10 +40,10 @@ def test_an_answer(client, service):
     assert got.usage.prompt_tokens == len("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") - 12 * 2 - 10 + 3
     assert got.usage.completion_tokens == 21  # 20 bytes and the end token
     assert got.usage.total_tokens == got.usage.prompt_tokens + 21
-    assert request.draw.max_tokens == 32
-    assert request.draw.temperature == 0.5
-    assert request.draw.seed == 2**64 - 1
-    assert request.draw.stop == ("Z",)
+    assert request.sampling.max_tokens == 32
+    assert request.sampling.temperature == 0.5
+    assert request.sampling.seed == 2**64 - 1
+    assert request.sampling.stop == ("Z",)
     assert request.messages == HI
     assert request.top_logprobs is None
     assert service.admitted == [("s1", "any")]
@@ -54,7 +52,7 @@ def test_an_answer(client, service):
 def test_a_stream_says_the_same(client, service):
     chunks = run(streamed(client, messages=HI, stream_options={"include_usage": True}))
     assert joined(chunks) == "Hello there, Wörld!"
-    assert len(chunks) > 10
+    assert len(chunks) == 4  # the role, the text in one piece, the end, and the usage
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
     assert chunks[-1].choices == []
@@ -126,28 +124,6 @@ def test_history(client, service):
     ]
 
 
-def test_functions_which_came_before_tools(client, service):
-    service.says = [Says(calls=[("add", {"x": 1})])]
-    messages = [
-        *HI,
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
-        {"role": "function", "name": "add", "content": "3"},
-    ]
-    options = {"messages": messages, "functions": [ADD["function"]], "function_call": "auto"}
-    got = run(client.chat.completions.create(model="m", **options))
-    assert got.choices[0].finish_reason == "function_call"
-    assert got.choices[0].message.function_call.name == "add"
-    assert got.choices[0].message.tool_calls is None
-    chunks = run(streamed(client, **options))
-    calls = [c.choices[0].delta.function_call for c in chunks if c.choices[0].delta.function_call]
-    assert calls[0].name == "add"
-    assert "".join(call.arguments for call in calls) == '{"x": 1}'
-    request = service.requests[0]
-    assert request.tools == (ADD,)
-    assert request.messages[1]["tool_calls"][0]["id"] == request.messages[2]["tool_call_id"] == "call00000"
-    assert request.messages[2] == {"role": "tool", "name": "add", "content": "3", "tool_call_id": "call00000"}
-
-
 def test_logprobs(client, service):
     service.says = [Says("aé")]
     options = {"messages": HI, "logprobs": True, "top_logprobs": 2}
@@ -162,9 +138,6 @@ def test_logprobs(client, service):
     chunks = run(streamed(client, **options))
     parts = [choice.logprobs.content for chunk in chunks for choice in chunk.choices if choice.logprobs]
     assert [e for part in parts for e in part] == entries
-    as_ids = {**options, "extra_body": {"return_tokens_as_token_ids": True}}
-    entries = run(client.chat.completions.create(model="m", **as_ids)).choices[0].logprobs.content
-    assert [e.token for e in entries] == ["token_id:97", "token_id:195", "token_id:169", "token_id:257"]
 
 
 @pytest.mark.parametrize("said", [Says("Wörld, how are you?"), Says("a", reasoning="b", calls=[("add", {})]), Says("")])
@@ -202,67 +175,4 @@ def test_template_settings(client, service):
     run(client.chat.completions.create(model="m", messages=HI, reasoning_effort="low", extra_body=extra))
     request = service.requests[0]
     assert request.template == {"enable_thinking": False}
-    assert (request.draw.top_k, request.draw.min_p, request.draw.stop) == (-1, 0.5, (7,))
-
-
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-
-
-@for_each(
-    ("param", "change"),
-    [
-        ("messages", {"messages": []}),
-        ("messages[0].role", {"messages": [{"role": "robot", "content": "x"}]}),
-        ("messages[0].content", {"messages": [{"role": "user"}]}),
-        ("messages[0].content[0].type", {"messages": IMAGE}),
-        ("messages[-1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
-        ("response_format.type", {"response_format": {"type": "grammar"}}),
-        ("logit_bias", {"logit_bias": {"5": 100}}),
-        ("temperature", {"temperature": 1e-7}),
-        ("temperature", {"temperature": "hot"}),
-        ("top_p", {"top_p": 0}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("n", {"n": 1000}),
-        ("n", {"n": 1.5}),
-        ("stop[1]", {"stop": ["a", ""]}),
-        ("stop_token_ids[0]", {"extra_body": {"stop_token_ids": [5000]}}),
-        ("top_logprobs", {"top_logprobs": 3}),
-        ("tools[1]", {"tools": [ADD, ADD]}),
-        ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}),
-        ("tool_choice", {"tool_choice": "required"}),
-        (
-            "tool_choice.function.name",
-            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-        ),
-        ("guided_json", {"extra_body": {"guided_json": {}, "guided_regex": ""}}),
-        ("continue_final_message", {"extra_body": {"continue_final_message": True}}),
-        ("chat_template_kwargs.messages", {"extra_body": {"chat_template_kwargs": {"messages": []}}}),
-    ],
-)
-def test_refusals_name_the_field(client, service, param, change):
-    if param == "guided_json":
-        change["extra_body"]["guided_json"] = {"type": "object"}
-    with pytest.raises(openai.BadRequestError) as caught:
-        run(client.chat.completions.create(**{"model": "m", "messages": HI, **change}))
-    assert caught.value.param == param
-    assert caught.value.type == "invalid_request_error"
-    assert caught.value.body["message"].startswith(param)
-    assert caught.value.response.headers["x-should-retry"] == "false"
-    assert not service.requests
-
-
-def test_what_has_no_effect_is_let_through(client, service):
-    run(
-        client.chat.completions.create(
-            model="m",
-            messages=HI,
-            response_format={"type": "text"},
-            logit_bias={},
-            parallel_tool_calls=True,
-            store=False,
-            user="me",
-            metadata={"a": "b"},
-            extra_body={"unheard_of": 1, "best_of": 1, "use_beam_search": False, "min_tokens": 0},
-        )
-    )
-    assert len(service.requests) == 1
+    assert (request.sampling.top_k, request.sampling.min_p, request.sampling.stop) == (-1, 0.5, (7,))
