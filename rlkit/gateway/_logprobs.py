@@ -31,23 +31,22 @@ async def add_logprobs(sampler: Sampler, request: Request, reply: Reply) -> Repl
         GatewayError: 400 where the sampler gives no alternatives or refuses the tokens, 503 where it fails.
     """
     size, k, of_prompt = int(reply.prompt.size), request.top_logprobs or 0, request.prompt_logprobs
-    texts = [np.concatenate([reply.prompt, choice.sample.tokens]) for choice in reply.choices if k]
+    shared = k > 0 and of_prompt == k
     logprobs: np.ndarray | None = None
-    rows = []
-    if k and of_prompt == k:
-        logprobs, row = await _score_with_alternatives(sampler, texts.pop(0), k)
-        rows.append(row)
-    rows += [await _find_alternatives(sampler, text, k) for text in texts]
-    if k:
-        choices = [attrs.evolve(x, top=row[size:]) for x, row in zip(reply.choices, rows, strict=True)]
-        reply = attrs.evolve(reply, choices=choices)
-    if of_prompt is None:
-        return reply
-    if logprobs is not None:
-        return attrs.evolve(reply, prompt_logprobs=logprobs[:size], prompt_top=rows[0][:size])
-    logprobs = await _wait(lambda: sampler.logprobs(reply.prompt))
-    top = await _find_alternatives(sampler, reply.prompt, of_prompt) if of_prompt else None
-    return attrs.evolve(reply, prompt_logprobs=logprobs, prompt_top=top)
+    top: Sequence[Mapping[int, float]] | None = None
+    if of_prompt is not None and not shared:
+        logprobs = await _wait(lambda: sampler.logprobs(reply.prompt))
+        top = await _find_alternatives(sampler, reply.prompt, of_prompt) if of_prompt else None
+    choices = list(reply.choices)
+    for i, choice in enumerate(choices if k else ()):
+        text = np.concatenate([reply.prompt, choice.sample.tokens])
+        if shared and i == 0:
+            logprobs, rows = await _score_with_alternatives(sampler, text, k)
+            logprobs, top = logprobs[:size], rows[:size]
+        else:
+            rows = await _find_alternatives(sampler, text, k)
+        choices[i] = attrs.evolve(choice, top=rows[size:])
+    return attrs.evolve(reply, choices=choices, prompt_logprobs=logprobs, prompt_top=top)
 
 
 async def _score_with_alternatives(

@@ -36,19 +36,17 @@ __all__ = [
     "read_posted",
 ]
 
+_CONSTRAINTS: Final = "guided_json guided_regex guided_choice guided_grammar structured_outputs structural_tag"
+_ON_TOKENS: Final = "logit_bias bad_words allowed_token_ids logits_processors min_tokens use_beam_search prompt_embeds"
+_ON_TEXT: Final = "suffix echo include_stop_str_in_output truncate_prompt_tokens chat_template continue_final_message"
+_ON_ANSWERS: Final = "return_tokens_as_token_ids functions function_call thinking_token_budget audio"
+_OF_PROVIDERS: Final = "documents web_search_options conversation background container mcp_servers repetition_detection"
 UNSUPPORTED: Final[Mapping[str, object]] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-    **dict.fromkeys(("logit_bias", "structural_tag", "bad_words", "allowed_token_ids", "logits_processors"), ()),
-    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens", "prompt_embeds", "min_tokens"), 0),
-    **dict.fromkeys(("repetition_detection", "audio", "web_search_options", "chat_template", "documents"), ()),
-    **dict.fromkeys(
-        ("prompt_logprobs", "functions", "function_call", "suffix", "conversation", "container", "mcp_servers"), ()
-    ),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "continue_final_message"), False),
-    **dict.fromkeys(("return_tokens_as_token_ids", "background", "echo"), False),
+    **dict.fromkeys(f"{_CONSTRAINTS} {_ON_TOKENS} {_ON_TEXT} {_ON_ANSWERS} {_OF_PROVIDERS}".split(), False),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), True),
     **dict.fromkeys(("best_of", "length_penalty"), 1),
     "modalities": ["text"],
+    "prompt_logprobs": None,  # 0 asks for those of the prompt's own tokens
 }
 """The fields that are refused by name where an API has no such field, each with a value that changes nothing, as null,
 "", [] and {} do."""
@@ -202,8 +200,8 @@ class Posted(Wire):
     def sampling(self, session: Session, max_tokens: int | None, **formats: Format | None) -> Sampling:
         """Return the sampling settings; ``formats`` are the fields that may ask for JSON.
 
-        Stop ids that are the model's end tokens end a completion anyway. Others beside stop texts are spelled as texts,
-        because samplers take stops of one kind.
+        Samplers take stops of one kind. So stop ids next to stop texts are spelled as texts, without the model's end
+        tokens, which end a completion anyway.
         """
         given = {name: value for name in SAMPLING_OPTIONS if (value := getattr(self, name)) is not None}
         if given.get("top_k") == 0:  # as vLLM turns it off
@@ -213,7 +211,7 @@ class Posted(Wire):
         ids = list(dict.fromkeys(self.stop_token_ids))
         if max(ids, default=0) >= tokenizer.vocab_size:
             raise DataError("stop_token_ids", f"has {max(ids)}", f"ids below {tokenizer.vocab_size}")
-        if not self.ignore_eos:
+        if self.stop and not self.ignore_eos:
             ids = [token for token in ids if token not in tokenizer.eos_ids]
         spelled = [tokenizer.decode([token], skip_special=False) for token in ids]
         return Sampling(

@@ -242,9 +242,8 @@ def test_how_a_completion_is_sampled(api):
         ({"stop": "a"}, ("a",)),
         ({"stop": ["b", "a", "b"]}, ("b", "a")),
         ({"stop_token_ids": [7, 9, 7]}, (7, 9)),
-        ({"stop_token_ids": [257]}, ()),  # an end token, which ends a completion anyway
-        ({"stop_token_ids": [257], "ignore_eos": True}, (257,)),
-        ({"stop": "a", "stop_token_ids": [257, 65]}, ("a", "A")),  # of one kind
+        ({"stop": "a", "stop_token_ids": [257, 65]}, ("a", "A")),  # of one kind; 257 ends a completion anyway
+        ({"stop": "a", "stop_token_ids": [257], "ignore_eos": True}, ("a", "<|im_end|>")),
     ],
 )
 def test_stops(given, stop):
