@@ -189,14 +189,3 @@ def test_errors(claude, service):
     assert caught.value.body["error"]["type"] == "api_error"
     with pytest.raises(anthropic.AuthenticationError):
         create(claude.with_options(base_url="http://127.0.0.1/s/x"))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_over_a_socket(service, stream):
-    with Server(service) as server, anthropic.Anthropic(base_url=server.url, api_key="sk-1") as sdk:
-        if stream:
-            with sdk.messages.stream(**BASE) as answer:
-                assert "".join(answer.text_stream) == "Hello there, Wörld!"
-        else:
-            assert sdk.messages.create(**BASE).content[0].text == "Hello there, Wörld!"
-    assert service.admitted == [(None, "sk-1")]

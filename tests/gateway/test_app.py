@@ -78,7 +78,9 @@ def test_what_is_no_request(service, content, status, headers):
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1/s/s1")
     got = post(http, content=content, headers=headers)
     assert got.status_code == status, got.text
-    assert got.json()["error"]["message"]
+    message = got.json()["error"]["message"]
+    assert b"ud800" not in content or message == "the body has \\ud800, half of a surrogate pair; expected valid text"
+    assert message
     assert (status == 413) == (got.json()["error"]["code"] == "request_too_large")
     assert got.headers["x-should-retry"] == "false"
 
@@ -91,21 +93,8 @@ def test_a_method_that_an_endpoint_does_not_take(http, prefix, method, path, all
     got = run(http.request(method, prefix + path))
     assert (got.status_code, got.headers["allow"], got.headers["x-should-retry"]) == (405, allowed, "false")
     assert f"{method} {prefix}{path}: this endpoint takes {allowed}" in got.text
-    assert run(http.get(f"{prefix}/v1/nothing")).status_code == 404
-
-
-def test_half_of_a_surrogate_pair(http):
-    got = post(http, content=b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud83d"}]}')
-    assert got.status_code == 400
-    message = "the body has \\ud83d, half of a surrogate pair; expected valid text"
-    assert got.json()["error"]["message"] == message
-
-
-def test_paths_and_methods_that_there_are_not(http):
-    assert run(http.get("/v1/files")).status_code == 404
-    assert run(http.get("/v1/files")).json()["error"]["code"] == "not_found"
-    assert run(http.get("/v1/chat/completions")).status_code == 405
-    assert run(http.get("/v1/messages/batches")).json()["type"] == "error"
+    assert run(http.get(f"{prefix}/v1/files")).json()["error"]["code"] == "not_found"
+    assert run(http.get(f"{prefix}/v1/messages/batches")).json()["type"] == "error"
 
 
 def test_health(http):
@@ -128,10 +117,11 @@ def test_models(client, claude, service):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_say_whether_to_try_again(client, service, stream):
-    client = client.with_options(max_retries=0)
     service.raises = GatewayError(429, "two turns are all there are", code="limit_reached")
     with pytest.raises(openai.RateLimitError) as caught:
-        run(client.chat.completions.create(**CHAT, stream=stream))
+        run(client.with_options(max_retries=5).chat.completions.create(**CHAT, stream=stream))
+    assert len(service.requests) == 1  # and the SDK does not
+    client = client.with_options(max_retries=0)
     assert caught.value.code == "limit_reached"
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert "retry-after" not in caught.value.response.headers
@@ -139,13 +129,6 @@ def test_errors_say_whether_to_try_again(client, service, stream):
     with pytest.raises(openai.RateLimitError) as caught:
         run(client.chat.completions.create(**CHAT, stream=stream))
     assert caught.value.response.headers["retry-after"] == "1"
-
-
-def test_a_limit_is_not_asked_again(client, service):
-    service.raises = GatewayError(429, "two turns are all there are", code="limit_reached")
-    with pytest.raises(openai.RateLimitError):
-        run(client.with_options(max_retries=5).chat.completions.create(**CHAT))
-    assert len(service.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,13 +143,6 @@ def test_an_error_of_our_own_tells_nothing_of_the_inside(http, service, stream, 
         "code": "internal_error",
     }
     assert "a secret path" in caplog.text  # the log has it
-
-
-def test_a_prompt_that_is_too_long(client, service):
-    service.max_length = 10
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 10") as caught:
-        run(client.chat.completions.create(**CHAT))
-    assert caught.value.code == "context_length_exceeded"
 
 
 def after_begin(monkeypatch, call):
@@ -305,14 +281,6 @@ def test_two_hundred_at_once(served, service):
 
     assert {got.status_code for got in run(all_of_them())} == {200}
     assert {session for session, _ in service.admitted} == {f"s{i}" for i in range(200)}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_sdks_over_a_socket(served, service, stream):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="sk-1") as sdk:
-        got = sdk.chat.completions.create(**CHAT, stream=stream)
-        text = "".join(c.choices[0].delta.content or "" for c in got) if stream else got.choices[0].message.content
-    assert text == "Hello there, Wörld!"
 
 
 LEAVES = (
