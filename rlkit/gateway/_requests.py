@@ -77,6 +77,10 @@ def _read_arguments(value: Any) -> Any:
     return read_call({"name": "", "arguments": value}, "")["arguments"]
 
 
+def _read_input(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
 def _read_stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -164,10 +168,7 @@ class FormatHolder(Wire):
 
 
 class Posted(Wire):
-    """What the requests of all APIs may have.
-
-    ``requests`` gives them in the gateway's form. Raises GatewayError, or DataError that begins with the field.
-    """
+    """The fields that the requests of all APIs share."""
 
     model: str = ""
     stream: bool = False
@@ -194,7 +195,7 @@ class Posted(Wire):
         return value
 
     def requests(self, session: Session) -> list[Request]:
-        """Return the requests to sample."""
+        """Return the requests to sample. Raises GatewayError, or DataError whose message begins with the field."""
         raise NotImplementedError
 
     def sampling(self, session: Session, max_tokens: int | None, **formats: Format | None) -> Sampling:
@@ -232,8 +233,6 @@ class _Conversation(Posted):
 
     def request(self, messages: Sequence[Message], where: str, sampling: Sampling, **more: Any) -> list[Request]:
         """Return the request; ``where`` is the field of the messages, the last of which must not be the assistant's."""
-        if not messages:
-            raise DataError(where, "is empty", "at least one message")
         if messages[-1]["role"] == "assistant":
             expected = "a last message of the user, the system or a tool"
             raise DataError(f"{where}[-1].role", "is 'assistant'", expected, "the gateway does not continue an answer")
@@ -369,9 +368,7 @@ def _add_item(item: Item, said: list[dict[str, Any]]) -> None:
 class ResponsesRequest(_Conversation):
     """``POST /v1/responses``."""
 
-    input: Annotated[
-        list[Item], BeforeValidator(lambda x: [{"role": "user", "content": x}] if isinstance(x, str) else x)
-    ]
+    input: Annotated[list[Item], BeforeValidator(_read_input), Field(min_length=1)]
     instructions: str = ""
     previous_response_id: str | None = None
     store: bool = True
@@ -512,18 +509,23 @@ def _choose_tool(value: object, names: Sequence[str]) -> str:
 
 def _read_prompts(value: Any) -> list[str] | list[np.ndarray]:
     """Return ``prompt``, which is a text, token ids, or a list of either."""
-    single = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], (int, float)))
-    prompts = [value] if single else value
-    kind = type(prompts[0]) if isinstance(prompts, list) and 0 < len(prompts) <= _MOST_PROMPTS else None
-    if kind not in (str, list) or not all(type(each) is kind and each for each in prompts):
-        expected = "a text, a list of token ids, or a list of either, none of them empty"
-        raise DataError("prompt", f"got {_check.describe(value)}", expected)
-    for i, prompt in enumerate(prompts if kind is list else ()):
-        for j, token in enumerate(prompt):
-            if type(token) is not int or not 0 <= token < 2**63:
-                where = f"prompt[{j}]" if single else f"prompt[{i}][{j}]"
-                raise DataError(where, f"got {_check.describe(token)}", "a token id, an integer >= 0")
-    return list(prompts) if kind is str else [np.array(prompt, np.int64) for prompt in prompts]
+    if isinstance(value, list) and value and isinstance(value[0], (int, float)):
+        return [_read_ids(value, "prompt")]
+    prompts = [value] if isinstance(value, str) else value
+    if isinstance(prompts, list) and 0 < len(prompts) <= _MOST_PROMPTS and all(prompts):
+        if all(isinstance(each, str) for each in prompts):
+            return prompts
+        if all(isinstance(each, list) for each in prompts):
+            return [_read_ids(each, f"prompt[{i}]") for i, each in enumerate(prompts)]
+    expected = "a text, a list of token ids, or a list of either, none of them empty"
+    raise DataError("prompt", f"got {_check.describe(value)}", expected)
+
+
+def _read_ids(ids: list[Any], where: str) -> np.ndarray:
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < 2**63:
+            raise DataError(f"{where}[{i}]", f"got {_check.describe(token)}", "a token id, an integer >= 0")
+    return np.array(ids, np.int64)
 
 
 @attrs.frozen(eq=False)

@@ -133,6 +133,7 @@ REFUSED = [
     ("text", "response_format.type", {"response_format": {"schema": {}}}),
     ("items", "input", {"input": None}),
     ("items", "input", items()),
+    ("items", "input", {**items(), "instructions": "Be brief."}),
     ("items", "input[0].content[0].type", items({"role": "user", "content": [{"type": "input_image"}]})),
     ("items", "input[0].content", items({"role": "user", "content": 5})),
     ("items", "input[0]", items({"role": "user"})),
