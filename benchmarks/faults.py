@@ -94,7 +94,7 @@ class Cell:
     def fault(self) -> Fault:
         seconds = 0.4 if self.times or self.kind != "slow" else 2 * self.deadline
         return Fault(
-            self.kind,  # type: ignore[arg-type]
+            self.kind,
             self.endpoint,
             when=self.when,  # type: ignore[arg-type]
             times=self.times,
@@ -168,7 +168,7 @@ def run(cell: Cell) -> Outcome:
         time.sleep(0.05)
         outcome.steps += sum(policy.version for policy in policies[:1])
         outcome.applied = fake.count("optim_step")
-        outcome.doubled = tuple(x.operation for x in fake.doubled())
+        outcome.doubled = tuple(x.operation for x in fake.repeated_operations())
         outcome.rate = _rate(fake)
     outcome.seconds = time.monotonic() - started
     return outcome

@@ -30,7 +30,6 @@ import matplotlib.pyplot as plt
 
 import rlkit
 from rlkit import recipes
-from rlkit.server import BackendModels
 from rlkit.testing import FakeTinker
 from rlkit.tracking import read_metrics
 
@@ -50,8 +49,7 @@ def over_local(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             own = lora and attrs.evolve(lora, seed=None)
             return rlkit.connect("local", **options, lora=own, seed=seed, folder=folder, **given)
 
-        models = BackendModels(connect)
-        fake = FakeTinker(seed=0, models=models, names=("m",))
+        fake = FakeTinker(seed=0, models=connect, names=("m",))
         with fake, mock.patch.dict(os.environ, TINKER_API_KEY=fake.api_key):
             yield "tinker", {"model": "m", "base_url": fake.base_url}
 

@@ -298,7 +298,7 @@ def _add_serve(add: _Add) -> None:
     add("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
     add("--folder", help=f"folder for saved states (default: {_SAVES})")
     add("--tokenizer", help="the name by which clients load the tokenizer (default: the place it was loaded from)")
-    text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200"
+    text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.serve, such as idle=7200"
     _add_assignments(add, "--option", text)
     add("--seed", type=int, help="seed of session ids and of samples without a seed")
     _add_checkpoint(add)

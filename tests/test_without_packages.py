@@ -69,7 +69,7 @@ def test_what_needs_torch_says_so_at_the_call():
     lines = printed(HEAVY, REFUSED + CALLS).splitlines()
     assert len(lines) == 7
     for line in lines:
-        assert re.match(r"MissingPackageError .* needs (torch|transformers|peft): pip install .*\[", line), line
+        assert re.match(r"MissingPackageError .* needs (torch|transformers|peft|tinker): pip install .*\[", line), line
     for line in (lines[0], lines[1], lines[-1]):
         assert re.match(r"MissingPackageError rlkit.losses needs torch: pip install .*\[torch\]", line), line
 
@@ -102,8 +102,12 @@ with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gatewa
     refused(session.client)
 """),
     *[
-        ([package], [rf"serve needs {package}: pip install .*serve\]"], "refused(lambda: rlkit.serve('toy'))")
-        for package in ("uvicorn", "tinker")
+        ([package], [rf"rlkit.server needs {package}: pip install .*serve\]"] * 2, """
+import rlkit.testing
+refused(lambda: rlkit.serve("toy"))
+refused(lambda: rlkit.testing.FakeTinker())
+""")
+        for package in ("uvicorn", "starlette", "tinker")
     ],
 ]  # fmt: skip
 
@@ -115,22 +119,6 @@ def test_a_part_names_what_it_lacks(missing, messages, program):
     assert len(lines) == len(messages)
     for message, line in zip(messages, lines, strict=True):
         assert re.match(f"MissingPackageError {message}", line), line
-
-
-def test_fake_tinker_needs_no_listener():
-    """It answers in this process, without what `rlkit serve` listens with."""
-    pytest.importorskip("tinker")
-    program = """
-import rlkit.testing
-with rlkit.testing.FakeTinker() as fake:
-    policy = rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key)
-    sample, = policy.sampler().result().sample([72, 105], rlkit.SamplingParams(max_tokens=4)).result()
-    policy.forward_backward([sample.datum(1.0)], "ppo")
-    policy.optim_step(rlkit.Adam()).result()
-    policy.close()
-    print(fake.count("optim_step"))
-"""
-    assert printed(["starlette", "uvicorn", "h11"], program) == "1\n"
 
 
 def test_a_foreign_error_is_not_taken_for_a_missing_package(monkeypatch):

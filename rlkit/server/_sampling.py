@@ -1,162 +1,238 @@
-"""Endpoints: frozen policies, samples, logprobs of prompts."""
+"""Frozen policies, and what is asked of them: samples, and logprobs of prompts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
 
 import attrs
 import numpy as np
+import pydantic
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from tinker import types
 
 from rlkit.backends.protocol import Sampler, TargetLogprobs, TopK
-from rlkit.errors import UnsupportedError
-from rlkit.server import _wire
-from rlkit.server._adapter import BackendSnapshot
-from rlkit.server._losses import UNKNOWN
-from rlkit.server._state import SamplerSession, ServerState, endpoint, post
-from rlkit.server._wire import ApiError, Fields, Request, Response
-from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
+from rlkit.errors import DataError, UnsupportedError
+from rlkit.server._losses import UNPUBLISHED
+from rlkit.server._models import Snapshot
+from rlkit.server._wire import answer, answer_proto, read, write_samples, write_tensor, write_top
+from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
 
-__all__ = ["new_sampler"]
+if TYPE_CHECKING:
+    from rlkit.server._app import Service
 
-
-@post("create_sampling_session")
-def create_sampling_session(state: ServerState, request: Request) -> Response:
-    """Make a sampler of a base model or of saved weights."""
-    fields = request.fields()
-    session = state.session(fields.text("session_id"))
-    number = fields.integer("sampling_session_seq_id", low=0)
-    path, base = fields.text("model_path", None), fields.text("base_model", None)
-    sampler_id = f"{session.session_id}:sample:{number}"
-    if sampler_id not in state.samplers:
-        if path is not None:
-            checkpoint = state.checkpoints.find(path, "sampler_weights")
-            new_sampler(state, sampler_id, checkpoint.base_model, path, lambda: state.models.frozen(checkpoint.handle))
-        elif base is not None:
-            new_sampler(state, sampler_id, state.base(base), None, lambda: state.models.frozen(None), base=True)
-        else:
-            raise ApiError(400, "create_sampling_session has neither model_path nor base_model")
-    return Response.json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+__all__ = ["ENDPOINTS", "SamplerSession", "add_sampler"]
 
 
-def new_sampler(
-    state: ServerState,
-    sampler_id: str,
-    base_model: str,
-    path: str | None,
-    read: Callable[[], BackendSnapshot],
-    *,
-    again: bool = True,
-    base: bool = False,
-) -> None:
-    """Keep a sampler under ``sampler_id``, and free the least recently used ones."""
-    session_id, _, number = sampler_id.partition(":sample:")
-    with state.lock:
-        word = int(number) * 2**20 + state.sessions[session_id].number
-        state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read, again, base)
-        of_session = [s for s in state.samplers.values() if s.session_id == session_id]
-        for old in of_session[: max(len(of_session) - state.max_samplers, 0)]:
-            state.let_go(old)
+@attrs.define(eq=False)
+class SamplerSession:
+    """A frozen policy that a client samples from.
 
+    Attributes:
+        number: distinguishes its seeds from another sampler's.
+        load: opens the policy, at its first use and when it was dropped; None for one that exists only here.
+        base: it is the base model, which costs nothing.
+        snapshot: the policy, if it is loaded.
+    """
 
-@endpoint("GET", "samplers/{sampler_id}")
-def get_sampler(state: ServerState, request: Request, sampler_id: str) -> Response:
-    """Return the description of a sampler."""
-    sampler = _sampler(state, sampler_id)
-    shown = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
-    return Response.json(shown)
-
-
-@post("asample")
-def asample(state: ServerState, request: Request) -> Response:
-    """Sample completions of a prompt, and compute the requested scores of it."""
-    fields = request.fields()
-    sampler = _sampler(state, fields.text("sampling_session_id"))
-    state.session(sampler.session_id)
-    seq_id = fields.integer("seq_id", low=0)
-    key = (sampler.sampler_id, seq_id)
-    if (known := state.futures.known(key)) is not None:
-        return known.answer
-    asked = _asked(state, fields, sampler, seq_id)
-    ids = [f"{sampler.sampler_id}:{seq_id}:{i}" for i in range(asked.n)]
-
-    def job() -> Response:
-        snapshot = sampler.snapshot()
-        state.trim()
-        body = asked.answer(snapshot, raw=state.raw_logprobs)
-        state.done("sample", sampler.sampler_id, seq_id)
-        return Response.proto(body)
-
-    return state.futures.accept(key, "sample", state.pool.submit, job, sample_sequence_ids=ids)
-
-
-@attrs.frozen(eq=False)
-class _Asked:
-    """A checked sample request."""
-
-    prompt: np.ndarray
-    params: SamplingParams
-    n: int
-    seed: int
-    prompt_logprobs: bool
-    last: int | None
-    prompt_top: int
-    sample_top: int
-    targets: _wire.Matrix | None
-    alternatives: int
-
-    def answer(self, snapshot: BackendSnapshot, *, raw: bool) -> bytes:
-        """Return the SampleResponse."""
-        sampler, size = snapshot.sampler, self.prompt.size
-        scored = sampler.logprobs(self.prompt) if self.prompt_logprobs else None
-        if size < sampler.max_length or scored is None:
-            drawn = sampler.sample(self.prompt, self.params, n=self.n, seed=self.seed).result()
-            samples = [_wire.Sampled(s.tokens, s.logprobs, s.stop_reason == "stop") for s in drawn]
-        else:  # the prompt fills the context: it can be scored, and nothing can follow
-            samples = [_wire.Sampled(np.zeros(0), np.zeros(0), stop=False)] * self.n
-        if raw or self.sample_top:
-            samples = [self._with_more(snapshot, s, raw=raw) for s in samples]
-        logprobs = None
-        if scored is not None:
-            logprobs = np.array(scored.result(), np.float32)
-            logprobs[: self._unscored] = np.nan
-        prompt_top, targets, alternatives = None, None, None
-        if self.prompt_top:
-            prompt_top = _top(sampler, self.prompt, self.prompt_top)
-            prompt_top.logprobs[: self._unscored] = np.nan
-        if self.targets is not None:
-            none = np.full((1, self.targets.values.shape[1]), -1)  # for the first token
-            asked = np.concatenate([none, self.targets.values])
-            targets = (self.targets, _scores(sampler).target_logprobs(self.prompt, asked).result()[1:])
-        if self.alternatives:
-            alternatives = self._alternatives(_top(sampler, self.prompt, sampler.tokenizer.vocab_size))
-        return _wire.write_samples(samples, logprobs, prompt_top, targets, alternatives)
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+    number: int
+    load: Callable[[], Snapshot] | None
+    base: bool
+    snapshot: Snapshot | None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @property
-    def _unscored(self) -> int:
-        return 1 if self.last is None else self.prompt.size - self.last
+    def session_id(self) -> str:
+        """The session that made it."""
+        return self.sampler_id.partition(":sample:")[0]
 
-    def _with_more(self, snapshot: BackendSnapshot, sample: _wire.Sampled, *, raw: bool) -> _wire.Sampled:
-        whole = np.concatenate([self.prompt, sample.tokens]).astype(np.int64)
-        if raw:
-            logprobs = snapshot.sampler.logprobs(whole).result()[self.prompt.size :]
-            sample = attrs.evolve(sample, logprobs=logprobs)
-        if not self.sample_top:
-            return sample
-        top = _top(snapshot.sampler, whole, self.sample_top)
-        return attrs.evolve(
-            sample, top=_wire.TopLogprobs(top.ids[self.prompt.size :], top.logprobs[self.prompt.size :])
-        )
+    def open(self) -> Snapshot:
+        """Return the policy, loaded if it is not."""
+        with self._lock:
+            snapshot = self.snapshot  # another thread may drop it
+            if snapshot is None and self.load is not None:
+                snapshot = self.snapshot = self.load()
+            if snapshot is None:
+                raise DataError(_dropped(self.sampler_id))
+            return snapshot
 
-    def _alternatives(self, whole: _wire.TopLogprobs) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(np.random.SeedSequence([self.seed, 2**32]))
-        rows = whole.logprobs[1:]
-        cooled = rows.astype(np.float64) / (self.params.temperature or 1e-6)
-        cumulated = np.exp(cooled - cooled.max(-1, keepdims=True)).cumsum(-1)
-        shares = rng.random((len(rows), self.alternatives)) * cumulated[:, -1:]
-        drawn = (cumulated[:, None, :] <= shares[:, :, None]).sum(-1)
-        return np.take_along_axis(whole.ids[1:], drawn, 1), np.take_along_axis(rows, drawn, 1)
+
+def _dropped(sampler_id: str) -> str:
+    kept = "this server keeps the ones used last; save it under a name to have it loaded again"
+    return f"sampler {sampler_id!r} is unknown or was dropped: {kept}"
+
+
+def add_sampler(
+    service: Service,
+    sampler_id: str,
+    base_model: str,
+    path: str | None = None,
+    *,
+    load: Callable[[], Snapshot] | None = None,
+    snapshot: Snapshot | None = None,
+) -> None:
+    """Keep a sampler under ``sampler_id``, with a function that opens its policy, or with the policy itself."""
+    session_id, _, number = sampler_id.partition(":sample:")
+    word = int(number) * 2**20 + service.sessions[session_id].number
+    base = load is not None and path is None
+    service.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, load, base, snapshot)
+    _drop_others(service)
+
+
+def _drop_others(service: Service) -> None:
+    """Drop the policies that were used longest ago, if there are too many."""
+    loaded = [x for x in list(service.samplers.values()) if x.snapshot is not None and not x.base]
+    for sampler in loaded[: max(len(loaded) - service.max_samplers, 0)]:
+        sampler.snapshot = None
+        if sampler.load is None:
+            service.samplers.pop(sampler.sampler_id, None)
+
+
+def _find_sampler(service: Service, sampler_id: str) -> SamplerSession:
+    service.find_session(sampler_id.partition(":sample:")[0])
+    if sampler_id not in service.samplers:
+        raise HTTPException(404, _dropped(sampler_id))
+    sampler = service.samplers[sampler_id] = service.samplers.pop(sampler_id)  # the last one used
+    return sampler
+
+
+async def create_sampling_session(service: Service, request: Request) -> Response:
+    """Make a sampler of a base model or of saved weights."""
+    call = await read(request, types.CreateSamplingSessionRequest)
+    sampler_id = f"{service.find_session(call.session_id).session_id}:sample:{call.sampling_session_seq_id}"
+    if sampler_id not in service.samplers:
+        if call.model_path is not None:
+            state = service.saved.find(call.model_path, "sampler_weights")
+            load = lambda: service.models.frozen(state.handle)  # noqa: E731
+            add_sampler(service, sampler_id, state.base_model, state.path, load=load)
+        elif call.base_model is not None:
+            base = service.check_name(call.base_model)
+            add_sampler(service, sampler_id, base, load=lambda: service.models.frozen(None))
+        else:
+            raise DataError("create_sampling_session has neither model_path nor base_model")
+    return answer(types.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+
+
+async def get_sampler(service: Service, request: Request) -> Response:
+    """Return the description of a sampler."""
+    sampler = _find_sampler(service, request.path_params["sampler_id"])
+    about = {"base_model": sampler.base_model, "model_path": sampler.model_path}
+    return answer(types.GetSamplerResponse(sampler_id=sampler.sampler_id, **about))
+
+
+class _SampleRequest(types.SampleRequest):  # type: ignore[misc]  # the SDK's types are not read
+    """A request for samples, with rlkit's options, for which the SDK's type has no fields."""
+
+    sampling_params: pydantic.create_model(  # type: ignore[valid-type]
+        "SamplingParams", __base__=types.SamplingParams, **{k: (float, v) for k, v in OPTIONAL_OPTIONS.items()}
+    )
+
+
+async def asample(service: Service, request: Request) -> Response:
+    """Sample completions of a prompt, and compute the scores of it that are asked for."""
+    call = await read(request, _SampleRequest)
+    sampler = _find_sampler(service, call.sampling_session_id or "")
+    key = (sampler.sampler_id, call.seq_id)
+
+    def prepare() -> Callable[[], Response]:
+        params, prompt, targets = _check_sample_request(service, call)
+        given = call.sampling_params.seed
+        seed = service.derive_seed(1, sampler.number, call.seq_id or 0) if given is None else given
+
+        def job() -> Response:
+            snapshot = sampler.open()
+            _drop_others(service)
+            return _answer(call, snapshot.sampler, prompt, params, seed, targets)
+
+        return job
+
+    ids = [f"{sampler.sampler_id}:{call.seq_id}:{i}" for i in range(call.num_samples)]
+    submit = lambda _, carry_out: service.pool.submit(carry_out)  # noqa: E731
+    return service.accept(key, "sample", prepare, submit, sample_sequence_ids=ids)
+
+
+def _check_sample_request(
+    service: Service, call: types.SampleRequest
+) -> tuple[SamplingParams, np.ndarray, np.ndarray | None]:
+    """Return how to sample, the prompt, and the ids whose logprobs are asked for [P, K]."""
+    if call.record_stability_info:
+        raise UnsupportedError(f"record_stability_info is for the loss 'stable_reinforce', which {UNPUBLISHED}")
+    if call.prompt_alt_tokens_k:
+        raise UnsupportedError("asample: prompt_alt_tokens_k is not offered by this server; use topk_prompt_logprobs")
+    if not 1 <= call.num_samples <= 4096:
+        raise DataError(f"asample: num_samples is {call.num_samples}; expected an integer in [1, 4096]")
+    if any(chunk.type != "encoded_text" for chunk in call.prompt.chunks):
+        raise DataError("asample: prompt has a chunk that is not encoded_text; this model reads text only")
+    ids, last = call.prompt.to_ints(), call.prompt_logprobs_last_n
+    if not ids or not all(0 <= x < 2**31 for x in ids):
+        raise DataError(f"asample: prompt has {len(ids)} tokens; expected at least one, each an id >= 0")
+    if last is not None and not (call.prompt_logprobs and 1 <= last <= len(ids) - 1):
+        raise DataError(f"prompt_logprobs_last_n is {last}; expected 1 to {len(ids) - 1}, with prompt_logprobs")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(call, name) < 0:
+            raise DataError(f"asample: {name} is {getattr(call, name)}; expected an integer >= 0")
+    options = dict(call.sampling_params)
+    seed, stop = options.pop("seed"), options.pop("stop")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise DataError(f"asample: sampling_params.seed is {seed}; expected an integer in [0, 2^64)")
+    stop = (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
+    length = options.pop("max_tokens")
+    params = SamplingParams(max_tokens=service.models.max_length if length is None else length, stop=stop, **options)
+    return params, np.array(ids, np.int64), _read_targets(call.target_prompt_logprobs, len(ids))
+
+
+def _read_targets(tensor: types.TensorData | None, size: int) -> np.ndarray | None:
+    """Return int64 [P, K], -1 where nothing is asked for, as for the first token."""
+    if tensor is None:
+        return None
+    where, shape = "asample: target_prompt_logprobs", tensor.shape or []
+    if tensor.sparse_crow_indices is not None:
+        raise UnsupportedError(f"{where} is sparse; expected a dense tensor: TensorData.from_numpy(ids)")
+    values = np.array(tensor.data, np.int64) if all(-1 <= x < 2**31 for x in tensor.data) else np.zeros(0, np.int64)
+    if len(shape) != 2 or shape[0] != size - 1 or values.size != np.prod(shape) or not (values >= 0).any():
+        raise DataError(f"{where} has shape {shape}; expected [{size - 1}, K] ids, -1 for none, at least one")
+    return np.concatenate([np.full((1, shape[1]), -1), values.reshape(shape)])
+
+
+def _answer(
+    call: types.SampleRequest,
+    sampler: Sampler,
+    prompt: np.ndarray,
+    params: SamplingParams,
+    seed: int,
+    targets: np.ndarray | None,
+) -> Response:
+    size, last = prompt.size, call.prompt_logprobs_last_n
+    unscored = 1 if last is None else size - last
+    scored = sampler.logprobs(prompt) if call.prompt_logprobs else None
+    if size < sampler.max_length or scored is None:
+        samples = sampler.sample(prompt, params, n=call.num_samples, seed=seed).result()
+    else:  # the prompt fills the context: it can be scored, and nothing can follow
+        samples = [
+            Sample(prompt, np.zeros(0, np.int64), np.zeros(0, np.float32), stop_reason="length")
+        ] * call.num_samples
+    message = write_samples(samples)
+    if scored is not None:
+        logprobs = np.array(scored.result(), np.float32)
+        logprobs[:unscored] = np.nan
+        message.prompt_logprobs = logprobs.tobytes()
+    if call.topk_sample_logprobs:
+        for sample, sequence in zip(samples, message.sequences, strict=True):
+            ids, logprobs = _find_top(sampler, np.concatenate([prompt, sample.tokens]), call.topk_sample_logprobs)
+            write_top(sequence.topk_sampled_logprobs, ids[size:], logprobs[size:])
+    if call.topk_prompt_logprobs:
+        ids, logprobs = _find_top(sampler, prompt, call.topk_prompt_logprobs)
+        logprobs[:unscored] = np.nan
+        write_top(message.topk_prompt_logprobs, ids, logprobs)
+    if targets is not None:
+        write_tensor(message.target_prompt_logprobs, _scores(sampler).target_logprobs(prompt, targets).result()[1:])
+    return answer_proto(message)
 
 
 class _Scores(TopK, TargetLogprobs, Protocol):
@@ -165,105 +241,17 @@ class _Scores(TopK, TargetLogprobs, Protocol):
 
 def _scores(sampler: Sampler) -> _Scores:
     if not isinstance(sampler, TopK) or not isinstance(sampler, TargetLogprobs):
-        what = "only logprobs of the tokens, not top-k, target or alternative ones"
-        raise UnsupportedError(f"this server's model gives {what}")
+        raise UnsupportedError("this server's model gives only logprobs of the tokens, not top-k or target ones")
     return cast("_Scores", sampler)
 
 
-def _top(sampler: Sampler, tokens: np.ndarray, k: int) -> _wire.TopLogprobs:
+def _find_top(sampler: Sampler, tokens: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     ids, logprobs = _scores(sampler).top_logprobs(tokens, min(k, sampler.tokenizer.vocab_size)).result()
-    return _wire.TopLogprobs(ids, np.array(logprobs))
+    return ids, np.array(logprobs)
 
 
-def _sampler(state: ServerState, sampler_id: str) -> SamplerSession:
-    sampler = state.samplers.get(sampler_id)
-    if sampler is None:
-        state.session(sampler_id.partition(":sample:")[0])
-        what = (
-            f"is unknown or was dropped: this server keeps the {state.max_samplers} last used samplers of a session, "
-            f"and {state.sampler_bytes // 10**6} MB of all sessions; save it under a name to have it loaded again"
-        )
-        raise ApiError(404, f"sampler {sampler_id!r} {what}")
-    state.samplers.move_to_end(sampler_id)
-    return sampler
-
-
-def _asked(state: ServerState, fields: Fields, sampler: SamplerSession, seq_id: int) -> _Asked:
-    prompt = _tokens(fields)
-    params = fields.object("sampling_params")
-    seed = params.integer("seed", None, low=0, high=2**64 - 1)
-    if fields.flag("record_stability_info", False):
-        raise ApiError(400, f"record_stability_info is for the loss 'stable_reinforce', which {UNKNOWN}")
-    last = fields.integer("prompt_logprobs_last_n", None)
-    prompt_logprobs = fields.flag("prompt_logprobs", False)
-    if last is not None and not (prompt_logprobs and 1 <= last <= prompt.size - 1):
-        raise ApiError(400, f"prompt_logprobs_last_n is {last}; expected 1 to {prompt.size - 1}, with prompt_logprobs")
-    return _Asked(
-        prompt=prompt,
-        params=_params(params, state.models.max_length),
-        n=fields.integer("num_samples", 1, low=1, high=4096),
-        seed=state.seed(1, sampler.number, seq_id) if seed is None else seed,
-        prompt_logprobs=prompt_logprobs,
-        last=last,
-        prompt_top=fields.integer("topk_prompt_logprobs", 0, low=0),
-        sample_top=fields.integer("topk_sample_logprobs", 0, low=0),
-        targets=_targets(fields, prompt.size),
-        alternatives=fields.integer("prompt_alt_tokens_k", 0, low=0),
-    )
-
-
-def _tokens(fields: Fields) -> np.ndarray:
-    ids: list[int] = []
-    for chunk in fields.object("prompt").items("chunks"):
-        if (
-            not isinstance(chunk, dict)
-            or chunk.get("type") != "encoded_text"
-            or not isinstance(chunk.get("tokens"), list)
-        ):
-            raise ApiError(400, "asample: prompt has a chunk that is not encoded_text; this model reads text only")
-        ids += chunk["tokens"]
-    if not ids or not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31 for x in ids):
-        raise ApiError(400, f"asample: prompt has {len(ids)} tokens; expected at least one, each an id >= 0")
-    return np.array(ids, np.int64)
-
-
-def _params(fields: Fields, max_length: int) -> SamplingParams:
-    stop = fields.get("stop")
-    if isinstance(stop, str):
-        stop = (stop,)
-    try:
-        return SamplingParams(
-            max_tokens=fields.integer("max_tokens", max_length),
-            temperature=float(fields.real("temperature", 1.0)),
-            top_p=float(fields.real("top_p", 1.0)),
-            top_k=fields.integer("top_k", -1),
-            stop=None if stop is None else tuple(cast("Iterable[str]", stop)),
-            **{name: float(fields.real(name, neutral)) for name, neutral in OPTIONAL_OPTIONS.items()},
-        )
-    except (ValueError, TypeError) as error:
-        raise ApiError(400, f"asample: sampling_params: {error}") from error
-
-
-def _targets(fields: Fields, size: int) -> _wire.Matrix | None:
-    tensor = fields.object("target_prompt_logprobs", None)
-    if tensor is None:
-        return None
-    where = "asample: target_prompt_logprobs"
-    values, shape = _ints(where, tensor.items("data")), _ints(where, tensor.items("shape")).tolist()
-    rows, columns = tensor.items("sparse_crow_indices", None), tensor.items("sparse_col_indices", None)
-    if rows is not None and columns is not None:
-        matrix = _wire.Matrix.sparse(where, values, _ints(where, rows), _ints(where, columns), shape, fill=-1)
-    elif min(shape, default=-1) >= 0 and values.size == math.prod(shape):
-        matrix = _wire.Matrix(values.reshape(shape))
-    else:
-        raise ApiError(400, f"{where} has {values.size} values for the shape {shape}")
-    values = matrix.values
-    if values.ndim != 2 or values.shape[0] != size - 1 or not (values >= 0).any() or values.min(initial=0) < -1:
-        raise ApiError(400, f"{where} has shape {shape}; expected [{size - 1}, K] ids, -1 for none, at least one")
-    return matrix
-
-
-def _ints(where: str, values: list[object]) -> np.ndarray:
-    if not all(isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62 for x in values):
-        raise ApiError(400, f"{where}: expected lists of integers")
-    return np.array(values, np.int64)
+ENDPOINTS = {
+    "POST create_sampling_session": create_sampling_session,
+    "GET samplers/{sampler_id}": get_sampler,
+    "POST asample": asample,
+}

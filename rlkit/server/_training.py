@@ -1,232 +1,408 @@
-"""Endpoints: gradients and optimizer steps."""
+"""One model in training: its requests in the order of their seq_ids, each once."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
+import pydantic
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from rlkit._check import HIGHEST
-from rlkit.server import _wire
-from rlkit.server._adapter import LossRow
-from rlkit.server._graph import read_loss
+from rlkit.backends.trainer import Worker
+from rlkit.errors import DataError, UnsupportedError
 from rlkit.server._losses import Loss, hosted
-from rlkit.server._state import ServerState, TrainingRun, endpoint, post
-from rlkit.server._wire import ApiError, Fields, Request, Response
-from rlkit.types import Adam
+from rlkit.server._models import Model, Row
+from rlkit.server._sampling import add_sampler
+from rlkit.server._saved import Kind, SavedState, expiry_of
+from rlkit.server._wire import answer, answer_proto, parse_forward_backward, read, read_datum, write_outputs
+from rlkit.types import Adam, Lora
 
-__all__ = ["Job", "of_model", "queued"]
+if TYPE_CHECKING:
+    from rlkit.server._app import Accepted, Service
 
-Job: TypeAlias = Callable[[], Mapping[str, object]]
-Check: TypeAlias = Callable[[ServerState, TrainingRun, Fields], Job]
-_ADAM = Adam(eps=1e-12)  # the API's defaults
+__all__ = ["ENDPOINTS", "RequestOrder", "TrainingRun"]
+
+_ARCH = "rlkit"  # identifies the server to rlkit's own clients
+_LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
 
 
-def submitted(
-    state: ServerState,
-    run: TrainingRun,
-    operation: str,
-    seq_id: int | None,
-    prepare: Callable[[], Callable[[], Response]],
-) -> Response:
-    """Accept a request of a model in training.
+class RequestOrder:
+    """The requests of one model, carried out one after the other in the order of their seq_ids, from 1 on."""
 
-    Args:
-        seq_id: the client's number of it.
-        prepare: checks the request and returns the job. A request that it refuses still uses up its turn.
+    def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        self._submit = submit
+        self._next = 1
+        self._held: dict[int, tuple[Accepted, Callable[[], None]] | None] = {}  # None: refused
+        self._refused: set[int] = set()
+        self._lock = threading.Lock()
+
+    def add(self, seq_id: int | None, accepted: Accepted, carry_out: Callable[[], None]) -> None:
+        """Carry a request out once its turn has come; without a seq_id, or with an earlier one, at once."""
+        with self._lock:
+            if seq_id is None or seq_id < self._next:
+                self._refused -= {seq_id}
+                self._submit(carry_out)
+            else:
+                self._held[seq_id], accepted.waits_for = (accepted, carry_out), self._next
+                self._go_on()
+
+    def skip(self, seq_id: int) -> None:
+        """Skip the turn of a request that was refused."""
+        with self._lock:
+            if seq_id >= self._next and seq_id not in self._held:
+                self._held[seq_id] = None
+                self._refused.add(seq_id)
+                self._go_on()
+
+    def knows(self, seq_id: int | None) -> bool:
+        """Return whether a request of that number was carried out, or will be."""
+        with self._lock:
+            return seq_id is not None and seq_id not in self._refused and (seq_id < self._next or seq_id in self._held)
+
+    def _go_on(self) -> None:
+        while self._next in self._held:
+            request = self._held.pop(self._next)
+            self._next += 1
+            if request is not None:
+                request[0].waits_for = None
+                self._submit(request[1])
+        for request in self._held.values():
+            if request is not None:
+                request[0].waits_for = self._next
+
+
+@attrs.define(eq=False)
+class TrainingRun:
+    """A model in training, and its thread. The model is made there, by the run's first job."""
+
+    model_id: str
+    base_model: str
+    lora: Lora
+    metadata: Mapping[str, Any] | None
+    worker: Worker
+    order: RequestOrder
+    model: Model | None = None
+    last_request: float = attrs.field(factory=time.time)
+    unloaded: bool = False
+
+    @property
+    def session_id(self) -> str:
+        """The session that made it."""
+        return self.model_id.partition(":train:")[0]
+
+    def ready(self) -> Model:
+        """Return the model. Raises DataError: making it failed."""
+        if self.model is None:
+            raise DataError(f"model {self.model_id!r} could not be created; see the answer to its first request")
+        return self.model
+
+    def close(self) -> None:
+        """Finish the model's requests, free it, and end its thread, without waiting for it."""
+
+        def job() -> None:
+            if self.model is not None:
+                self.model.close()
+                self.model = None
+            self.worker.close()  # from its own thread: it ends after this job
+
+        self.worker.submit(job)
+
+
+def _find_run(service: Service, model_id: str) -> TrainingRun:
+    """Return the model in training of that id.
+
+    Raises:
+        HTTPException: 404, there is no such model; 410, its session was finished, or it was unloaded.
     """
-    key = (run.model_id, seq_id) if seq_id is not None else object()
-    if (known := state.futures.known(key)) is not None:
-        if known.operation != operation:
-            raise ApiError(400, f"{operation}: seq_id {seq_id} already belongs to a {known.operation}")
-        return known.answer
-    if state.futures.dedupe and run.line.had(seq_id):
-        raise ApiError(410, f"{operation}: seq_id {seq_id} was carried out, but its result is no longer kept")
-    try:
-        job = prepare()
-    except Exception:
-        run.line.skip(seq_id)
-        raise
-
-    def carried_out() -> Response:
-        answer = job()
-        state.done(operation, run.model_id, seq_id)
-        return answer
-
-    entry = state.futures.add(key, operation, model_id=run.model_id)
-    run.line.enter(seq_id, entry, carried_out)
-    return entry.answer
+    run = service.runs.get(model_id)
+    if run is None:
+        raise HTTPException(404, f"model {model_id!r} is unknown")
+    service.find_session(run.session_id)
+    if run.unloaded:
+        raise HTTPException(410, f"model {model_id!r} was unloaded")
+    run.last_request = time.time()
+    return run
 
 
-def queued(state: ServerState, fields: Fields, operation: str, check: Check) -> Response:
-    """Accept a request whose job, which ``check`` returns, is executed in the model's order; the answer is JSON."""
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+def _start_run(
+    service: Service,
+    call: types.CreateModelRequest | types.LoadWeightsRequest,
+    prepare: Callable[[], tuple[str, Lora, Callable[[TrainingRun], Response]]],
+) -> Response:
+    """Accept a request that makes a model; ``prepare`` returns its base, its adapter and the job."""
+    session = service.find_session(call.session_id or "")
+    model_id = f"{session.session_id}:train:{call.model_seq_id}"
+
+    def prepare_run() -> Callable[[], Response]:
+        if call.optimizer_config is not None and call.optimizer_config.type != "adamw":
+            kind = call.optimizer_config.type
+            raise UnsupportedError(f"optimizer {kind!r} is not offered by this server; it has: adamw")
+        base, lora, job = prepare()
+        if model_id in service.runs:  # asked for twice, and repeats are not recognised
+            service.runs[model_id].close()
+        worker = Worker(f"serve-{model_id}")
+        run = TrainingRun(model_id, base, lora, call.user_metadata, worker, RequestOrder(worker.submit))
+        service.runs[model_id] = run
+        return lambda: job(run)
+
+    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
+        service.runs[model_id].worker.submit(carry_out)
+
+    return service.accept((model_id, 0), call.type, prepare_run, start, model_id=model_id)
+
+
+async def create_model(service: Service, request: Request) -> Response:
+    """Make a new model to train."""
+    call = await read(request, types.CreateModelRequest)
+
+    def prepare() -> tuple[str, Lora, Callable[[TrainingRun], Response]]:
+        lora = Lora(**({"train_unembed": True} if call.lora_config is None else dict(call.lora_config)))
+        if lora.rank > service.max_rank:
+            raise DataError(f"lora_config.rank is {lora.rank}; this server's limit is {service.max_rank}")
+
+        def job(run: TrainingRun) -> Response:
+            run.model = service.models.create(lora)
+            return answer(types.CreateModelResponse(model_id=run.model_id))
+
+        return service.check_name(call.base_model), lora, job
+
+    return _start_run(service, call, prepare)
+
+
+async def load_weights(service: Service, request: Request) -> Response:
+    """Make a model from a saved one, or load another state into an existing model."""
+    call = await read(request, types.LoadWeightsRequest)
+
+    def load(run: TrainingRun, state: SavedState) -> Response:
+        old, run.model = run.model, service.models.load(state.handle, optimizer=call.optimizer)
+        if old is not None:
+            old.close()
+        return answer(types.LoadWeightsResponse(path=state.path, model_id=run.model_id, type="load_weights"))
+
+    if call.model_id is not None:
+        run = _find_run(service, call.model_id)
+        return _accept(
+            service, run, call, lambda: functools.partial(load, run, service.saved.find(call.path, "weights"))
+        )
+
+    def prepare() -> tuple[str, Lora, Callable[[TrainingRun], Response]]:
+        state = service.saved.find(call.path, "weights")
+        base = service.check_name(call.base_model or state.base_model)
+        return base, state.lora, lambda run: load(run, state)
+
+    return _start_run(service, call, prepare)
+
+
+async def get_info(service: Service, request: Request) -> Response:
+    """Return the description of a model."""
+    run = _find_run(service, (await read(request, types.GetInfoRequest)).model_id)
+    data = types.ModelData(arch=_ARCH, model_name=run.base_model, tokenizer_id=service.tokenizer_id)
+    about = {"model_id": run.model_id, "is_lora": True, "lora_rank": run.lora.rank, "model_name": run.base_model}
+    return answer(types.GetInfoResponse(type="get_info", model_data=data, **about))
+
+
+async def unload_model(service: Service, request: Request) -> Response:
+    """Free a model after its earlier requests; its samplers and saved states stay."""
+    model_id = (await read(request, types.UnloadModelRequest)).model_id
 
     def prepare() -> Callable[[], Response]:
-        job = check(state, run, fields)
-        return lambda: Response.json(job())
+        _find_run(service, model_id).unloaded = True
+        return lambda: answer(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
-    return submitted(state, run, operation, seq_id, prepare)
+    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
+        service.runs[model_id].worker.submit(carry_out)
+        service.runs[model_id].close()
 
-
-def of_model(operation: str) -> Callable[[Check], Check]:
-    """Decorate the check of a request of a model in training, which is POSTed to ``operation``. See ``queued``."""
-
-    def add(check: Check) -> Check:
-        answer = endpoint("POST", operation, operation)
-        answer(lambda state, request: queued(state, request.fields(), operation, check))
-        return check
-
-    return add
+    return service.accept((f"{model_id}:unload", 0), "unload_model", prepare, start, model_id=model_id)
 
 
-@post("forward_backward")
-def forward_backward(state: ServerState, request: Request) -> Response:
+def _accept(
+    service: Service, run: TrainingRun, call: Any, prepare: Callable[[], Callable[[], Response]], operation: str = ""
+) -> Response:
+    """Accept a request whose job is carried out in the model's order. Raises HTTPException 410: it was, long ago."""
+    operation, seq_id = operation or call.type, call.seq_id or None
+
+    def prepare_once() -> Callable[[], Response]:
+        if service.dedupe and run.order.knows(seq_id):
+            gone = f"{operation}: seq_id {seq_id} was carried out, but its result is no longer kept"
+            raise HTTPException(410, gone)
+        return prepare()
+
+    start = functools.partial(run.order.add, seq_id)
+    return service.accept((run.model_id, seq_id), operation, prepare_once, start, model_id=run.model_id)
+
+
+async def forward_backward(service: Service, request: Request) -> Response:
     """Compute logprobs, the loss, and unless ``forward_only`` its gradient, which is accumulated."""
-    call = _wire.read_forward_backward(request.body)
-    run = state.run(call.model_id)
-    operation = "forward" if call.forward_only else "forward_backward"
-
-    def prepare() -> Callable[[], Response]:
-        loss = _loss(state, run, call)
-        if not call.data:
-            raise ApiError(400, "forward_backward: data is empty")
-        rows = [_row(f"data[{i}].loss_fn_inputs", *call.datum(i), loss) for i in range(len(call.data))]
-
-        def job() -> Response:
-            arrays, metrics = run.ready().run(rows, loss, backward=not call.forward_only)
-            return Response.proto(_wire.write_outputs(arrays, metrics))
-
-        return job
-
-    return submitted(state, run, operation, call.seq_id or None, prepare)
-
-
-@of_model("optim_step")
-def optim_step(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
-    """Take one step of AdamW."""
-    params = _adam(fields)
-    return lambda: {"metrics": dict(run.ready().step(params))}
-
-
-@post("create_custom_loss")
-def create_custom_loss(state: ServerState, request: Request) -> Response:
-    """Keep a traced loss for the session."""
-    fields = request.fields()
-    session = state.session(fields.text("session_id"))
-    number = fields.integer("custom_loss_seq_id", low=0)
-    key = ("create_custom_loss", session.session_id, number)
-    if (known := state.futures.known(key)) is not None:
-        return known.answer
-    loss_id = f"{session.session_id}:loss:{number}"
+    body = await request.body()
+    call = await _in_thread(len(body), parse_forward_backward, body)
+    run = _find_run(service, call.model_id)
+    config = {**call.loss_fn_config, **{k: x.text or x.number for k, x in call.loss_fn_config_v2.items()}}
+    loss = hosted(call.loss_fn, config)
+    rows = await _in_thread(len(body), _read_rows, call, loss)
 
     def job() -> Response:
-        state.losses[session.session_id, loss_id] = read_loss(fields)
-        return Response.json({"loss_id": loss_id, "type": "create_custom_loss"})
+        return answer_proto(write_outputs(*run.ready().run(rows, loss, backward=not call.forward_only)))
 
-    return state.futures.accept(key, "create_custom_loss", lambda carry_out: carry_out(), job)
-
-
-def _loss(state: ServerState, run: TrainingRun, call: _wire.ForwardBackward) -> Loss:
-    if call.loss != "custom":
-        return hosted(call.loss, call.config)
-    loss_id = call.config.get("loss_id")
-    loss = state.losses.get((run.session_id, str(loss_id)))
-    if loss is None or set(call.config) != {"loss_id"}:
-        raise ApiError(400, f"loss_fn 'custom' with loss_fn_config {call.config}: expected the loss_id of this session")
-    return loss
+    return _accept(service, run, call, lambda: job, "forward" if call.forward_only else "forward_backward")
 
 
-def _row(where: str, tokens: np.ndarray, inputs: dict[str, np.ndarray], loss: Loss) -> LossRow:
-    """Return a datum with the inputs of ``loss`` in the right shapes."""
-    targets = _targets(where, inputs.pop("target_tokens", None), tokens.size, loss)
-    if loss.ranks is not None:
-        inputs["target_tokens"] = targets
-        return LossRow(tokens, targets, _ranked(where, inputs, targets, loss.ranks))
-    for name, default in {**dict.fromkeys(loss.inputs), **loss.optional}.items():
-        if name not in inputs and default is not None:  # its inputs were checked before
+async def _in_thread(size: int, function: Callable[..., Any], *arguments: object) -> Any:
+    return await asyncio.to_thread(function, *arguments) if size > _LARGE else function(*arguments)
+
+
+def _read_rows(call: pb.ForwardBackwardRequest, loss: Loss) -> list[Row]:
+    if not call.data:
+        raise DataError("forward_backward: data is empty")
+    return [_read_row(f"data[{i}]", datum, loss) for i, datum in enumerate(call.data)]
+
+
+def _read_row(where: str, datum: pb.Datum, loss: Loss) -> Row:
+    """Return a datum with the inputs of ``loss``, all of them in the right shapes."""
+    tokens, inputs = read_datum(where, datum)
+    where, size, targets = f"{where}.loss_fn_inputs", tokens.size, inputs.pop("target_tokens", None)
+    if targets is None:
+        raise DataError(f"{where} lacks 'target_tokens'")
+    matrix = loss.matrix and targets.ndim == 2
+    if targets.dtype != np.int64 or not size or targets.shape[:1] != (size,) or (targets.ndim > 1 and not matrix):
+        found = f"has dtype {targets.dtype} and shape {targets.shape}"
+        expected = f"({size},)" + (f" or ({size}, K)" if loss.matrix else "")
+        raise DataError(
+            f"{where}['target_tokens'] {found}; expected int64 {expected}, one row per token of model_input"
+        )
+    unknown = inputs.keys() - {*loss.inputs, *loss.optional}
+    if unknown:
+        raise DataError(f"{where} has {min(unknown)!r}, which {loss.name} does not read")
+    for name in loss.inputs:
+        if name not in inputs:
+            raise DataError(f"{where} lacks {name!r}, which {loss.name} needs")
+    for name, array in inputs.items():
+        _check_input(f"{where}[{name!r}]", array, targets.shape, high=HIGHEST if name == "logprobs" else np.inf)
+    for name, default in loss.optional.items():
+        if name not in inputs:
             made = default(inputs["advantages"]) if callable(default) else np.full(targets.shape, default, np.float32)
             inputs[name] = made
-        if name not in inputs:
-            raise ApiError(400, f"{where} lacks {name!r}, which {loss.name} needs")
-        _check_input(where, name, inputs[name], targets.shape)
-    extra = inputs.keys() - {*loss.inputs, *loss.optional}
-    if extra:
-        raise ApiError(400, f"{where} has {min(extra)!r}, which {loss.name} does not read")
-    return LossRow(tokens, targets, inputs)
+    return Row(tokens, targets, inputs)
 
 
-def _targets(where: str, targets: np.ndarray | None, size: int, loss: Loss) -> np.ndarray:
-    if targets is None:
-        raise ApiError(400, f"{where} lacks 'target_tokens'")
-    if targets.dtype != np.int64 or targets.shape[:1] != (size,) or not size or (targets.ndim == 2 and not loss.matrix):
-        shapes = f"({size},)" + (f" or ({size}, K)" if loss.matrix else "")
-        what = f"has dtype {targets.dtype} and shape {targets.shape}"
-        raise ApiError(
-            400, f"{where}['target_tokens'] {what}; expected int64 {shapes}, one row per token of model_input"
-        )
-    return targets
-
-
-def _check_input(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    where = f"{where}[{name!r}]"
+def _check_input(where: str, array: np.ndarray, shape: tuple[int, ...], *, high: float) -> None:
     if array.dtype != np.float32 or array.shape != shape:
-        what = f"has dtype {array.dtype} and shape {array.shape}"
-        raise ApiError(400, f"{where} {what}; expected float32 {shape}, as target_tokens")
+        found = f"has dtype {array.dtype} and shape {array.shape}"
+        raise DataError(f"{where} {found}; expected float32 {shape}, as target_tokens")
     bad = np.argwhere(~np.isfinite(array))
     if bad.size:
         index = "".join(f"[{k}]" for k in bad[0])
-        raise ApiError(400, f"{where}{index} is {array[tuple(bad[0])]}; expected a finite number")
-    if name.endswith("logprobs"):
-        _check_logprobs(where, array)
+        raise DataError(f"{where}{index} is {array[tuple(bad[0])]}; expected a finite number")
+    if (array > high).any():
+        raise DataError(f"{where} has an entry of {array.max()}; expected logprobs, which are at most 0")
 
 
-def _check_logprobs(where: str, array: np.ndarray) -> None:
-    if (array > HIGHEST).any():  # NaN is not
-        raise ApiError(400, f"{where} has an entry of {np.nanmax(array)}; expected logprobs, which are at most 0")
+class _OptimStep(pydantic.BaseModel):
+    """A step; the SDK's own type takes another optimizer's parameters for AdamW's."""
+
+    model_id: str
+    seq_id: int | None = None
+    adam_params: types.AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+    type: str = "optim_step"
 
 
-def _ranked(
-    where: str, inputs: Mapping[str, np.ndarray], targets: np.ndarray, ranks: Mapping[str, int]
-) -> dict[str, np.ndarray]:
-    """Return the inputs of a custom loss: those it declares, with the ranks it declares; others are left out.
+async def optim_step(service: Service, request: Request) -> Response:
+    """Take one step of AdamW."""
+    call = await read(request, _OptimStep)
+    run = _find_run(service, call.model_id)
 
-    Each is a number or shaped like the targets, or [N] beside targets [N, K]; logprobs are shaped like the targets.
-    """
-    ranked: dict[str, np.ndarray] = {}
-    for name, rank in ranks.items():
-        array = targets if name == "logprobs" else inputs.get(name)
-        if array is None:
-            raise ApiError(400, f"{where} lacks {name!r}, which the custom loss reads")
-        if rank == 0 and array.size == 1:
-            array = array.reshape(())
-        if array.ndim != rank:
-            raise ApiError(400, f"{where}[{name!r}] has {array.ndim} dimensions; the custom loss declared {rank}")
-        if name == "logprobs":
-            continue
-        logprobs = name.endswith("logprobs")
-        shapes = (
-            [targets.shape] if logprobs else [(), targets.shape[:1], targets.shape[: 1 if name == "weights" else 2]]
-        )
-        if array.shape not in shapes:
-            expected = " or ".join(map(str, dict.fromkeys(shapes)))
-            raise ApiError(400, f"{where}[{name!r}] has shape {array.shape}; expected {expected}, as target_tokens")
-        if logprobs:
-            _check_logprobs(f"{where}[{name!r}]", array)
-        ranked[name] = array
-    return ranked
+    def prepare() -> Callable[[], Response]:
+        if call.adam_params is None:
+            kind = (call.optimizer_params or {}).get("type")
+            raise UnsupportedError(
+                f"optim_step has parameters of the optimizer {kind!r}; expected adam_params of adamw"
+            )
+        params = Adam(**dict(call.adam_params))
+        return lambda: answer(types.OptimStepResponse(metrics=dict(run.ready().step(params))))
+
+    return _accept(service, run, call, prepare)
 
 
-def _adam(fields: Fields) -> Adam:
-    params = fields.object("adam_params", None)
-    if params is None:
-        kind = fields.object("optimizer_params", Fields("", {})).text("type", "none")
-        raise ApiError(400, f"optim_step has parameters of the optimizer {kind!r}; this model's is adamw: adam_params")
-    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    values: dict[str, float] = {}
-    for name in names:
-        if name in params.values and params.get(name) is None:  # the encoding of NaN
-            raise ApiError(400, f"optim_step: adam_params.{name} is not a finite number")
-        values[name] = float(params.real(name, getattr(_ADAM, name)))
-    return Adam(**values)
+async def save_weights(service: Service, request: Request) -> Response:
+    """Save a model with its optimizer."""
+    call = await read(request, types.SaveWeightsRequest)
+    run = _find_run(service, call.model_id)
+
+    def prepare() -> Callable[[], Response]:
+        name = f"{call.seq_id or 0:06d}" if call.path is None else call.path
+        save = _reserve(service, run, call, "weights", name, overwrite=call.overwrite)
+        return lambda: answer(types.SaveWeightsResponse(path=save(), type="save_weights"))
+
+    return _accept(service, run, call, prepare)
+
+
+async def save_weights_for_sampler(service: Service, request: Request) -> Response:
+    """Save a model to sample from: under a name, or for one sampler of this session."""
+    call = await read(request, types.SaveWeightsForSamplerRequest)
+    run = _find_run(service, call.model_id)
+
+    def prepare() -> Callable[[], Response]:
+        if call.kind != "snapshot":
+            raise UnsupportedError(f"save_weights_for_sampler: kind {call.kind!r} is not offered; use 'snapshot'")
+        if call.path is not None:
+            save = _reserve(service, run, call, "sampler_weights", call.path)
+            return lambda: _answer_saved(path=save())
+        if call.sampling_session_seq_id is None:
+            raise DataError("save_weights_for_sampler has neither path nor sampling_session_seq_id")
+        sampler_id = f"{run.session_id}:sample:{call.sampling_session_seq_id}"
+
+        def job() -> Response:
+            add_sampler(service, sampler_id, run.base_model, snapshot=run.ready().snapshot())
+            return _answer_saved(sampling_session_id=sampler_id)
+
+        return job
+
+    return _accept(service, run, call, prepare)
+
+
+def _answer_saved(**fields: str) -> Response:
+    return answer(types.SaveWeightsForSamplerResponseInternal(type="save_weights_for_sampler", **fields))
+
+
+def _reserve(
+    service: Service, run: TrainingRun, call: Any, kind: Kind, name: str, *, overwrite: bool = False
+) -> Callable[[], str]:
+    """Reserve a name; return the function that saves under it and returns the path."""
+    expires = expiry_of(call.ttl_seconds)
+    path = service.saved.reserve(run.model_id, kind, name, overwrite=overwrite)
+
+    def save() -> str:
+        try:
+            handle = run.ready().save(name, optimizer=kind == "weights")
+        except BaseException:
+            service.saved.cancel_reservation(path)
+            raise
+        notes = {"metadata": call.user_metadata, "run_metadata": run.metadata}
+        service.saved.add(SavedState(path, handle, run.base_model, run.lora, time.time(), expires, **notes))
+        return path
+
+    return save
+
+
+ENDPOINTS = {
+    "POST create_model": create_model,
+    "POST load_weights": load_weights,
+    "POST get_info": get_info,
+    "POST unload_model": unload_model,
+    "POST forward_backward": forward_backward,
+    "POST optim_step": optim_step,
+    "POST save_weights": save_weights,
+    "POST save_weights_for_sampler": save_weights_for_sampler,
+}

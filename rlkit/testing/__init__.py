@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from rlkit._runtime import lazy_names
 
 if TYPE_CHECKING:
-    from rlkit.testing._faketinker import FakeTinker, Seen
+    from rlkit.testing._faketinker import FakeTinker, Fault, SeenRequest
     from rlkit.testing.conformance import BackendConformance
-    from rlkit.testing.faults import Fault
 
-__all__ = ["BackendConformance", "FakeTinker", "Fault", "Seen"]
+__all__ = ["BackendConformance", "FakeTinker", "Fault", "SeenRequest"]
 
 if not TYPE_CHECKING:
     _PLACES = {
         "BackendConformance": "rlkit.testing.conformance",
         "FakeTinker": "rlkit.testing._faketinker",
-        "Fault": "rlkit.testing.faults",
-        "Seen": "rlkit.testing._faketinker",
+        "Fault": "rlkit.testing._faketinker",
+        "SeenRequest": "rlkit.testing._faketinker",
     }
     __getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -1,72 +1,336 @@
-"""``FakeTinker``: the real Tinker SDK over a service in this process, with exact models and faults on demand.
+"""``FakeTinker``: the real Tinker SDK over ``rlkit serve``'s application in this process, with faults on demand.
 
-The fake replaces the SDK's HTTP transport at three names of private modules, all replaced here.
-
-Clients of other base URLs are not touched. tests/testing/test_faketinker.py fails when an SDK has moved the names.
+It replaces four names of the SDK's private modules, for clients of its own base URL alone: what makes the HTTP client,
+what sends telemetry, which a fake gets none of, and what loads tokenizers. tests/testing/test_faketinker.py fails when
+an SDK has moved them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import itertools
-import threading
+import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit._interaction import Message
-from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import ConfigError, UnsupportedError
-from rlkit.server import Applied, BackendModels, ExactModels, Service
-from rlkit.testing.faults import Fault, Faults
+from rlkit.backends.protocol import Tokenizer, TrainerBackend
+from rlkit.errors import BackendError, ConfigError, UnsupportedError
+from rlkit.server import AppliedOperation, Service
 
 if TYPE_CHECKING:
     import httpx
     import tinker
 
-__all__ = ["NAMES", "FakeTinker", "SdkTokenizer", "Seen", "add", "remove"]
+__all__ = ["FakeTinker", "Fault", "SeenRequest"]
 
-_HOLDER = "tinker.lib.internal_client_holder"
-_SAMPLING = "tinker.lib.public_interfaces.sampling_client"
-_TRAINING = "tinker.lib.public_interfaces.training_client"
-NAMES = (
-    (_HOLDER, "AsyncTinker"),
-    (_HOLDER, "init_telemetry"),
-    (_SAMPLING, "_load_tokenizer_from_model_info"),
-    (_TRAINING, "_load_tokenizer_from_model_info"),
-)
-
-Sdk: TypeAlias = Any  # something of the SDK's private modules
-_lock = threading.Lock()
-_live: dict[str, FakeTinker] = {}
-_originals: dict[tuple[str, str], Sdk] = {}
+_KINDS = ("lost", "slow", "bad_json", "opfail", "paused")
+_QUIET = ("session_heartbeat", "telemetry", "dynamic_config", "client_config")
 
 
-def add(fake: FakeTinker) -> None:
-    """Register a fake for clients of its base URL.
+@attrs.frozen
+class Fault:
+    """One way in which a server fails.
+
+    Args:
+        kind: an HTTP status from "400" to "599"; "lost" (the connection breaks), "slow" (the answer comes ``seconds``
+            late; beyond the client's patience, which is cut short, it is a timeout), "bad_json" (status 200, half a
+            body), "opfail" (of a call of a model in training: it is accepted, and fails when it is carried out),
+            "paused" (of "retrieve_future": not yet, the queue is paused; answered after ``seconds``).
+        endpoint: which requests, by the last part of the path ("optim_step", "forward_backward", "retrieve_future",
+            "asample", ...); "*" for all.
+        when: "before" the request had an effect, or "after" it had: the operation is carried out and its answer lost.
+        times: how many requests; None for all.
+        skip: how many matching requests pass before the first that fails.
+        operation: with "retrieve_future", only results of that operation ("optim_step", "forward_backward", ...).
+        seconds: of "slow" and "paused".
+
+    >>> Fault("503", "optim_step", when="after", times=3)
+    Fault(kind='503', endpoint='optim_step', when='after', times=3, skip=0, operation=None, seconds=1.0)
+    """
+
+    kind: str
+    endpoint: str = "*"
+    when: Literal["before", "after"] = "before"
+    times: int | None = checked(1, _check.integer, none=True, low=1)
+    skip: int = checked(0, _check.integer, low=0)
+    operation: str | None = None
+    seconds: float = checked(1.0, _check.real, low=0.0)
+
+    def __attrs_post_init__(self) -> None:
+        status = isinstance(self.kind, str) and self.kind.isdecimal() and 400 <= int(self.kind) < 600
+        if not status and self.kind not in _KINDS:
+            raise ConfigError(
+                "Fault.kind", f"is {self.kind!r}", f"a status from '400' to '599', or {', '.join(_KINDS)}"
+            )
+        _check.choice("Fault.when", self.when, ("before", "after"))
+        if self.kind == "opfail" and self.when == "after":
+            raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
+
+
+@attrs.frozen
+class SeenRequest:
+    """A request that reached the server.
+
+    Attributes:
+        endpoint: such as "optim_step" or "retrieve_future".
+        operation: of "retrieve_future": the operation of the result.
+        time: its arrival (monotonic seconds).
+        fault: the fault applied to it, or None.
+    """
+
+    endpoint: str
+    operation: str | None
+    time: float
+    fault: Fault | None = None
+
+
+class FakeTinker:
+    """A Tinker service in this process, for tests: its client is the SDK's own, its models are small and exact.
+
+    It is ``rlkit serve`` without a socket, over the toy backend: true losses and gradients, AdamW, sampling, snapshots,
+    saved states. Only the HTTP transport of clients made for ``base_url`` is replaced, all other code of the SDK runs
+    unchanged.
+
+    Args:
+        seed: of session ids and of samples without a seed; None for a fresh one.
+        latency: seconds that each request takes longer.
+        faults: the faults to apply; more with ``inject``.
+        models: a function that makes backends, as ``rlkit.serve`` takes it; None: the toy.
+        names: the base models that it has.
+        dedupe: whether a request that arrives twice, with the same seq_id, is carried out once. A server without that
+            applies a step twice if its first answer was lost.
+        patience: seconds that a request waits for one with a lower seq_id before it fails.
+        max_samplers: snapshots that are kept; the least recently used one is dropped.
+        config: flags of ``client/config``, such as ``{"fwdbwd_max_chunk_len": 4}``.
+
+    Attributes:
+        base_url, api_key: what clients are made with.
+        service: the service that answers.
+        applied: the operations that were actually carried out, in order.
 
     Raises:
-        UnsupportedError: the package tinker is missing or of another shape.
+        MissingPackageError: a package of the extra ``serve`` is missing.
+
+    >>> import numpy as np, tinker                                    # doctest: +SKIP
+    >>> with FakeTinker(seed=0) as fake:                              # doctest: +SKIP
+    ...     training = fake.service_client().create_lora_training_client("toy", rank=8).result()
+    ...     step = training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    ...     fake.count("optim_step")
+    1
     """
-    with _lock:
-        if not _live:
-            _install()
-        _live[fake.base_url] = fake
 
+    def __init__(
+        self,
+        *,
+        seed: int | None = 0,
+        latency: float = 0.0,
+        faults: Iterable[Fault] = (),
+        models: Callable[..., TrainerBackend] | None = None,
+        names: Sequence[str] = ("toy",),
+        dedupe: bool = True,
+        patience: float = 30.0,
+        max_samplers: int = 64,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        self.base_url = f"https://fake-{next(_numbers)}.tinker.invalid"
+        self.api_key = "tml-fake-key"
+        self.names, self.latency = tuple(names), _check.real("FakeTinker(latency)", latency, low=0.0)
+        options = {"dedupe": dedupe, "patience": patience, "max_samplers": max_samplers, "config": config}
+        self.service = Service(models, names=names, key=self.api_key, seed=seed, **options)  # type: ignore[arg-type]
+        self.tokenizer = self.service.models.tokenizer
+        self._faults: list[tuple[Fault, list[int]]] = []  # with the number of requests that matched
+        self.inject(*faults)
+        self._seen: list[SeenRequest] = []
+        self._clients: list[tinker.ServiceClient] = []
+        self._open = False
 
-def remove(fake: FakeTinker) -> None:
-    """Unregister a fake; restore the SDK when none are left."""
-    with _lock:
-        _live.pop(fake.base_url, None)
+    def service_client(self, **options: object) -> tinker.ServiceClient:
+        """Return a new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
+
+        Raises:
+            ConfigError: the fake is not open: use it in a ``with`` block.
+        """
+        import tinker
+
+        self._check_open()
+        client = tinker.ServiceClient(**{"base_url": self.base_url, "api_key": self.api_key, **options})
+        self._clients.append(client)
+        return client
+
+    def rest_client(self) -> tinker.RestClient:
+        """Return a new ``tinker.RestClient``. Raises ConfigError: the fake is not open."""
+        import tinker
+
+        self._check_open()
+        return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ConfigError("FakeTinker is not open; use it as `with FakeTinker() as fake:`")
+
+    def inject(self, *faults: Fault) -> None:
+        """Add faults; of those that match a request the first one applies.
+
+        Raises:
+            ConfigError: something else than a fault, or one of an endpoint that the service does not have.
+        """
+        endpoints = sorted(route.name for route in self.service.routes)
+        for fault in faults:
+            _check.require(isinstance(fault, Fault), "inject", fault, "a Fault")
+            if fault.endpoint not in ("*", *endpoints):
+                there = ", ".join(endpoints)
+                raise ConfigError(f"Fault.endpoint: the service has no {fault.endpoint!r}; it has: {there}")
+        self._faults += [(fault, [0]) for fault in faults]
+
+    def heal(self) -> None:
+        """End all faults."""
+        self._faults.clear()
+
+    def expire(self) -> None:
+        """End all sessions from the server's side; requests for them get 410."""
+        for session in list(self.service.sessions.values()):
+            session.finished = True
+
+    @property
+    def applied(self) -> list[AppliedOperation]:
+        """The operations that were actually carried out, in order."""
+        return list(self.service.applied)
+
+    def count(self, operation: str, model_id: str | None = None) -> int:
+        """Return how often ``operation`` was carried out, such as "optim_step" or "forward_backward"."""
+        return sum(x.operation == operation and model_id in (None, x.model_id) for x in self.applied)
+
+    def repeated_operations(self) -> list[AppliedOperation]:
+        """Return the operations whose model and seq_id had been carried out before."""
+        known: set[tuple[str, str, int]] = set()
+        repeated = []
+        for x in self.applied:
+            if x.seq_id is not None:
+                key = (x.operation, x.model_id, x.seq_id)
+                repeated += [x] * (key in known)
+                known.add(key)
+        return repeated
+
+    @property
+    def requests(self) -> list[SeenRequest]:
+        """The received requests, in order; heartbeats, telemetry and configuration are left out."""
+        return list(self._seen)
+
+    def open(self) -> Self:
+        """Start it, as ``with`` does. Raises UnsupportedError: the SDK has moved what this replaces."""
+        if self._open:
+            raise ConfigError("FakeTinker is open already")
         if not _live:
-            for (module, name), original in _originals.items():
-                setattr(importlib.import_module(module), name, original)
-            _originals.clear()
+            _patch_sdk()
+        _live[self.base_url] = self
+        self._open = True
+        return self
+
+    def close(self) -> None:
+        """Finish its clients' sessions, free the models and restore the SDK's own transport."""
+        if not self._open:
+            return
+        self._open, self.latency = False, 0.0
+        self.heal()
+        try:
+            for client in self._clients:
+                client.close("success").result(timeout=10)
+        finally:
+            self._clients.clear()
+            del _live[self.base_url]
+            if not _live:
+                _restore_sdk()
+            self.service.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def respond(self, request: httpx.Request) -> httpx.Response:
+        """Return the answer to an ``httpx.Request``: this is the transport."""
+        import httpx
+
+        endpoint, operation = self._describe(request)
+        fault = self._take_fault(endpoint, operation)
+        if endpoint not in _QUIET:
+            self._seen.append(SeenRequest(endpoint, operation, time.monotonic(), fault))
+        if self.latency:
+            await asyncio.sleep(self.latency)
+        if fault is not None and fault.when == "before" and (failed := await self._fail(fault, endpoint, request)):
+            return failed
+        answer = await httpx.ASGITransport(self.service.app).handle_async_request(request)
+        if fault is not None and fault.when == "after":
+            await answer.aread()
+            return await self._fail(fault, endpoint, request) or answer
+        return answer
+
+    def _describe(self, request: httpx.Request) -> tuple[str, str | None]:
+        """Return the endpoint, and of "retrieve_future" the operation, which is a part of the id of the result."""
+        scope = {"type": "http", "method": request.method, "path": request.url.path}
+        for route in self.service.routes:
+            if route.matches(scope)[0].value == 2:  # in full
+                if route.name == "retrieve_future":
+                    return route.name, json.loads(request.content)["request_id"].rpartition("-")[0]
+                return route.name, None
+        return request.url.path.rpartition("/")[2], None
+
+    def _take_fault(self, endpoint: str, operation: str | None) -> Fault | None:
+        for fault, matched in list(self._faults):
+            if fault.endpoint in ("*", endpoint) and fault.operation in (None, operation):
+                matched[0] += 1
+                if matched[0] > fault.skip and (fault.times is None or matched[0] <= fault.skip + fault.times):
+                    return fault
+        return None
+
+    async def _fail(self, fault: Fault, endpoint: str, request: httpx.Request) -> httpx.Response | None:
+        """Return what the client gets in place of the answer; None if that only comes late."""
+        import httpx
+
+        if fault.kind == "lost":
+            raise httpx.ReadError("the connection was lost, by a requested fault", request=request)
+        if fault.kind == "bad_json":
+            json_type = {"content-type": "application/json"}
+            return httpx.Response(200, headers=json_type, content=b'{"request_id": ', request=request)
+        if fault.kind == "slow":
+            limit = request.extensions.get("timeout", {}).get("read") or fault.seconds
+            await asyncio.sleep(min(fault.seconds, limit))
+            if fault.seconds > limit:
+                raise httpx.ReadTimeout("the answer came too late, by a requested fault", request=request)
+            return None
+        if fault.kind == "paused":
+            await asyncio.sleep(fault.seconds)
+            paused = {"queue_state": "paused_capacity", "queue_state_reason": "a requested fault"}
+            return httpx.Response(408, json={"type": "try_again", "request_id": "", **paused}, request=request)
+        if fault.kind == "opfail":
+            return httpx.Response(200, content=self._accept_failing(endpoint, request.content), request=request)
+        detail = f"{fault.kind}, by a requested fault"
+        return httpx.Response(int(fault.kind), json={"detail": detail}, request=request)
+
+    def _accept_failing(self, endpoint: str, body: bytes) -> bytes:
+        """Accept a call of a model in training that fails in its turn; return the answer to it."""
+        turn = self.service.find_turn(body)
+        if turn is None:
+            raise ConfigError(f"Fault(kind='opfail', endpoint={endpoint!r}): only a model's training calls can fail so")
+
+        def job() -> Any:
+            raise BackendError("the operation failed, by a requested fault")
+
+        run, seq_id = turn
+        start = functools.partial(run.order.add, seq_id)
+        return bytes(
+            self.service.accept((run.model_id, seq_id), endpoint, lambda: job, start, model_id=run.model_id).body
+        )
 
 
 class SdkTokenizer:
@@ -95,321 +359,61 @@ class SdkTokenizer:
         return [int(x) for x in ids]
 
 
-def _install() -> None:
-    for module, name in NAMES:
-        try:
-            _originals[module, name] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            _originals.clear()
-            message = f"FakeTinker needs tinker 0.38 or a later one with {module}.{name}: {error}"
-            raise UnsupportedError(message) from error
-    replacements = (_client, _telemetry, _tokenizer, _tokenizer)
-    for (module, name), replacement in zip(NAMES, replacements, strict=True):
-        setattr(importlib.import_module(module), name, replacement)
+_numbers = itertools.count(1)
+_live: dict[str, FakeTinker] = {}
+_originals: dict[tuple[str, str], Any] = {}
+_HOLDER = "tinker.lib.internal_client_holder"
+_SAMPLING = "tinker.lib.public_interfaces.sampling_client"
+_TRAINING = "tinker.lib.public_interfaces.training_client"
 
 
-def _client(**options: Sdk) -> Sdk:
-    """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's."""
+def _make_client(**options: Any) -> Any:
+    """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's and no client is given."""
     fake = _live.get(str(options.get("base_url")).rstrip("/"))
-    if fake is not None:
+    if fake is not None and options.get("http_client") is None:
         httpx = importlib.import_module("httpx")
         transport = httpx.MockTransport(fake.respond)
         options["http_client"] = httpx.AsyncClient(transport=transport, base_url=fake.base_url)
-    return _original(_HOLDER, "AsyncTinker")(**options)
+    return _find_original(_HOLDER, "AsyncTinker")(**options)
 
 
-def _telemetry(provider: Sdk, session_id: str | None) -> Sdk:
-    fake = _live.get(getattr(provider, "_base_url", ""))
-    if fake is not None and not fake.telemetry:
-        return None
-    return _original(_HOLDER, "init_telemetry")(provider, session_id)
+def _init_telemetry(provider: Any, session_id: str | None) -> Any:
+    is_fake = getattr(provider, "_base_url", "") in _live
+    return None if is_fake else _find_original(_HOLDER, "init_telemetry")(provider, session_id)
 
 
-def _tokenizer(model_name: str, tokenizer_id: str | None = None) -> Sdk:
+def _load_tokenizer(model_name: str, tokenizer_id: str | None = None) -> Any:
     for fake in list(_live.values()):
         if model_name in fake.names:
             return SdkTokenizer(fake.tokenizer)
-    return _original(_SAMPLING, "_load_tokenizer_from_model_info")(model_name, tokenizer_id)
+    return _find_original(_SAMPLING, "_load_tokenizer_from_model_info")(model_name, tokenizer_id)
 
 
-def _original(module: str, name: str) -> Sdk:
+_REPLACED: Mapping[tuple[str, str], Callable[..., Any]] = {
+    (_HOLDER, "AsyncTinker"): _make_client,
+    (_HOLDER, "init_telemetry"): _init_telemetry,
+    (_SAMPLING, "_load_tokenizer_from_model_info"): _load_tokenizer,
+    (_TRAINING, "_load_tokenizer_from_model_info"): _load_tokenizer,
+}
+
+
+def _patch_sdk() -> None:
+    try:
+        found = {(module, name): getattr(importlib.import_module(module), name) for module, name in _REPLACED}
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"FakeTinker needs tinker 0.38 or a later one with the names it replaces: {error}"
+        ) from error
+    _originals.update(found)
+    for (module, name), replacement in _REPLACED.items():
+        setattr(importlib.import_module(module), name, replacement)
+
+
+def _restore_sdk() -> None:
+    for (module, name), original in _originals.items():
+        setattr(importlib.import_module(module), name, original)
+    _originals.clear()
+
+
+def _find_original(module: str, name: str) -> Any:
     return _originals.get((module, name)) or getattr(importlib.import_module(module), name)
-
-
-_numbers = itertools.count(1)
-_QUIET = ("session_heartbeat", "telemetry", "dynamic_config", "client_config")
-_SAVES = ("save_weights", "save_weights_for_sampler", "load_weights")
-_SUBMITS = ("forward_backward", "optim_step", *_SAVES, "create_model", "asample")
-
-
-@attrs.frozen
-class Seen:
-    """A request that reached the server.
-
-    Attributes:
-        endpoint: such as "optim_step" or "retrieve_future".
-        operation: of "retrieve_future": the operation of the result.
-        time: its arrival (monotonic seconds).
-        fault: the fault applied to it, or None.
-        copy: 0, or which repetition of a request that was delivered more than once.
-    """
-
-    endpoint: str
-    operation: str | None
-    time: float
-    fault: Fault | None = None
-    copy: int = 0
-
-
-class FakeTinker:
-    """A Tinker service in this process, for tests: its client is the SDK's own, its models are small and exact.
-
-    It uses the toy backend's model: true losses and gradients, AdamW, sampling, snapshots, saved states. Only
-    the HTTP transport of clients made for ``base_url`` is replaced, all other code of the SDK runs unchanged.
-
-    Args:
-        seed: of session ids and of samples without a seed; None for a fresh one.
-        latency: the latency of each request in seconds, or a mapping of endpoints to seconds.
-        faults: the faults to apply; more with ``inject``.
-        models: the models that the service has; None: ``ExactModels()``.
-        names: the base models that it has.
-        dedupe: whether a request that arrives twice, with the same seq_id, is executed once. A server without that
-            applies a step twice if its first answer was lost.
-        deliveries: how often each request is delivered.
-        patience: seconds that a request waits for one with a lower seq_id before it fails.
-        max_samplers: unnamed snapshots that a session keeps; the least recently used one is dropped.
-        config: flags of ``client/config``, such as ``{"fwdbwd_max_chunk_len": 4}``.
-        raw_logprobs: give samples the logprobs of the untempered distribution.
-        telemetry: let the SDK send telemetry here.
-
-    Raises:
-        UnsupportedError: the package tinker is missing, or has moved what this replaces.
-
-    >>> import numpy as np, tinker                                    # doctest: +SKIP
-    >>> with FakeTinker(seed=0) as fake:                              # doctest: +SKIP
-    ...     training = fake.service_client().create_lora_training_client("toy", rank=8).result()
-    ...     step = training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-    ...     fake.count("optim_step")
-    1
-    """
-
-    def __init__(
-        self,
-        *,
-        seed: int | None = 0,
-        latency: float | Mapping[str, float] = 0.0,
-        faults: Iterable[Fault] = (),
-        models: BackendModels | None = None,
-        names: Sequence[str] = ("toy",),
-        dedupe: bool = True,
-        deliveries: int = 1,
-        patience: float = 30.0,
-        max_samplers: int = 64,
-        config: Mapping[str, object] | None = None,
-        raw_logprobs: bool = False,
-        telemetry: bool = False,
-    ) -> None:
-        _check.integer("FakeTinker(deliveries)", deliveries, low=1)
-        self.base_url = f"https://fake-{next(_numbers)}.tinker.invalid"
-        self.api_key = "tml-fake-key"
-        self.names = tuple(names)
-        self.latency = latency
-        self.telemetry = telemetry
-        models = ExactModels() if models is None else models
-        self.tokenizer = models.tokenizer
-        self.service = Service(
-            models,
-            names=names,
-            keys=[self.api_key],
-            seed=seed,
-            dedupe=dedupe,
-            patience=patience,
-            config=config,
-            raw_logprobs=raw_logprobs,
-            max_samplers=max_samplers,
-        )
-        self._deliveries = deliveries
-        self._faults = Faults()
-        self.inject(*faults)
-        self._seen: list[Seen] = []
-        self._clients: list[tinker.ServiceClient] = []
-        self._lock = threading.Lock()
-        self._open = False
-
-    def service_client(self, **options: object) -> tinker.ServiceClient:
-        """Return a new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
-
-        Raises:
-            ConfigError: the fake is not open: use it in a ``with`` block.
-        """
-        import tinker
-
-        self._check_open()
-        client = tinker.ServiceClient(**{"base_url": self.base_url, "api_key": self.api_key, **options})
-        self._clients.append(client)
-        return client
-
-    def rest_client(self) -> tinker.RestClient:
-        """Return a ``tinker.RestClient``: capabilities, training runs, checkpoints."""
-        import tinker
-
-        self._check_open()
-        return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
-
-    def inject(self, *faults: Fault) -> None:
-        """Add faults.
-
-        Raises:
-            ConfigError: one is not a ``Fault``, or names an endpoint that a service does not have.
-        """
-        for fault in faults:
-            _check.require(isinstance(fault, Fault), "inject", fault, "a Fault")
-            if fault.endpoint not in ("*", *self.service.endpoints):
-                there = ", ".join(self.service.endpoints)
-                raise ConfigError(f"Fault.endpoint: the service has no {fault.endpoint!r}; it has: {there}")
-        self._faults.add(*faults)
-
-    def heal(self) -> None:
-        """End all faults."""
-        self._faults.clear()
-
-    def expire(self) -> None:
-        """End all sessions from the server's side; requests for them get 410."""
-        self.service.expire()
-
-    @property
-    def applied(self) -> list[Applied]:
-        """The operations that were actually executed, in order."""
-        return self.service.applied
-
-    def count(self, operation: str, model_id: str | None = None) -> int:
-        """Return how often ``operation`` was executed, such as "optim_step" or "forward_backward"."""
-        return sum(x.operation == operation and model_id in (None, x.model_id) for x in self.applied)
-
-    def doubled(self) -> list[Applied]:
-        """Return the repeated executions: operations whose model and seq_id had been executed before."""
-        had: set[tuple[str, str, int | None]] = set()
-        again = []
-        for x in self.applied:
-            key = (x.operation, x.model_id, x.seq_id)
-            if x.seq_id is not None and key in had:
-                again.append(x)
-            had.add(key)
-        return again
-
-    @property
-    def requests(self) -> list[Seen]:
-        """The received requests, in order; heartbeats, telemetry and configuration are left out."""
-        with self._lock:
-            return list(self._seen)
-
-    def rate(self, endpoint: str | None = None) -> float:
-        """Return requests per second between the first and the last one, of one endpoint or of all."""
-        times = [x.time for x in self.requests if endpoint in (None, x.endpoint) and not x.copy]
-        span = times[-1] - times[0] if times else 0.0
-        return (len(times) - 1) / span if span > 0 else 0.0
-
-    def open(self) -> Self:
-        """Start it, as ``with`` does."""
-        if self._open:
-            raise ConfigError("FakeTinker is open already")
-        add(self)
-        self._open = True
-        return self
-
-    def close(self) -> None:
-        """Finish its clients' sessions, free the models and restore the SDK's own transport."""
-        if not self._open:
-            return
-        self._open = False
-        self.heal()
-        self.latency = 0.0
-        try:
-            for client in self._clients:
-                client.close("success").result(timeout=10)
-        finally:
-            self._clients.clear()
-            remove(self)
-            self.service.close()
-
-    def __enter__(self) -> Self:
-        return self.open()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    async def respond(self, request: httpx.Request) -> httpx.Response:
-        """Return the answer to an ``httpx.Request``: this is the transport."""
-        endpoint, operation = self.service.describe(request.method, request.url.raw_path.decode(), request.content)
-        fault = self._faults.take(endpoint, operation)
-        if endpoint not in _QUIET:
-            with self._lock:
-                self._seen.append(Seen(endpoint, operation, time.monotonic(), fault))
-        latency = self.latency if isinstance(self.latency, float | int) else self.latency.get(endpoint, 0.0)
-        if latency:
-            await asyncio.sleep(latency)
-        if fault is not None and fault.when == "before":
-            answer = self._failed(request, endpoint) if fault.kind == "opfail" else await _failure(fault, request)
-            if answer is not None:
-                return answer
-        answer = await self._answered(request, endpoint)
-        if fault is not None and fault.when == "after":
-            answer = await _failure(fault, request) or answer
-        return answer
-
-    async def _answered(self, request: httpx.Request, endpoint: str) -> httpx.Response:
-        path, body = request.url.raw_path.decode(), request.content
-        answer = await self.service.answer(request.method, path, request.headers, body)
-        if endpoint in _SUBMITS:
-            for copy in range(1, self._deliveries):
-                with self._lock:
-                    self._seen.append(Seen(endpoint, None, time.monotonic(), copy=copy))
-                await self.service.answer(request.method, path, request.headers, body)
-        import httpx
-
-        content = answer.body if answer.file is None else answer.file.read_bytes()
-        return httpx.Response(answer.status, headers=dict(answer.headers), content=content, request=request)
-
-    def _failed(self, request: httpx.Request, endpoint: str) -> httpx.Response:
-        """Return the answer to a request that is accepted and whose operation fails."""
-        import httpx
-
-        accepted = self.service.fail(endpoint, request.content)
-        if accepted is None:
-            raise ConfigError(f"Fault(kind='opfail', endpoint={endpoint!r}): only a model's training calls can fail so")
-        return httpx.Response(200, json=accepted, request=request)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ConfigError("FakeTinker is not open; use it as `with FakeTinker() as fake:`")
-
-
-async def _failure(fault: Fault, request: httpx.Request) -> httpx.Response | None:
-    """Return the client's replacement for an answer; None if the answer is only late."""
-    import httpx
-
-    raised = {
-        "lost": (httpx.RemoteProtocolError, "server disconnected, by a requested fault"),
-        "reset": (httpx.ReadError, "connection reset by a requested fault"),
-        "timeout": (httpx.ReadTimeout, "no answer, by a requested fault"),
-    }
-    if fault.kind in raised:
-        kind, text = raised[fault.kind]
-        raise kind(text, request=request)
-    bodies = {"empty": b"", "bad_json": b'{"request_id": '}
-    if fault.kind in bodies:
-        json = {"content-type": "application/json"}
-        return httpx.Response(200, headers=json, content=bodies[fault.kind], request=request)
-    if fault.kind == "redirect":
-        return httpx.Response(307, headers={"location": "https://elsewhere.invalid/"}, request=request)
-    if fault.kind == "slow":
-        limit = request.extensions.get("timeout", {}).get("read")
-        await asyncio.sleep(fault.seconds if limit is None else min(fault.seconds, limit))
-        if limit is not None and fault.seconds > limit:
-            raise httpx.ReadTimeout("the answer came too late, by a requested fault", request=request)
-        return None
-    if fault.kind in ("paused_capacity", "paused_rate_limit"):
-        await asyncio.sleep(fault.seconds)
-        body = {"type": "try_again", "queue_state": fault.kind, "queue_state_reason": "a requested fault"}
-        return httpx.Response(408, json={"request_id": "", **body}, request=request)
-    return httpx.Response(int(fault.kind), json={"detail": f"{fault.kind}, by a requested fault"}, request=request)

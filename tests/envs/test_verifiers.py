@@ -97,10 +97,10 @@ def test_a_coding_harness():
 def policy(request, tmp_path):
     if request.param == "tinker":
         pytest.importorskip("tinker", reason="needs the extra tinker")
-        from rlkit.server import ExactModels
+        from rlkit.server._models import toy_models
         from rlkit.testing import FakeTinker
 
-        with FakeTinker(seed=0, models=ExactModels(max_length=8192)) as fake:
+        with FakeTinker(seed=0, models=toy_models(max_length=8192)) as fake:
             connected = rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key)
             with connected:
                 yield connected

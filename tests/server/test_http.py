@@ -20,16 +20,17 @@ import pytest
 
 import rlkit
 from rlkit import cli
-from rlkit.server import ExactModels, serve
 from tests.server.sdk import datum, prompt
 
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
+from rlkit.server import serve  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(ExactModels(), names=("toy",)) as server:
+    with serve("toy") as server:
         yield server
 
 
@@ -53,7 +54,7 @@ def test_long_poll(server):
     """A result that is on its way is waited for, and other requests are answered meanwhile."""
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-x")
     training = service.create_lora_training_client("toy").result()
-    run = server.service._state.runs[training.model_id]
+    run = server.service.runs[training.model_id]
     gate, whole = threading.Event(), run.model.step
     run.model.step = lambda params: gate.wait(60) and whole(params)
     step = training.optim_step(types.AdamParams())
@@ -94,16 +95,16 @@ def test_many_samples_at_once(server):
 
 def test_off_loopback_wants_a_key():
     with pytest.raises(rlkit.ConfigError, match="give a key="):
-        serve(ExactModels(), host="0.0.0.0")  # noqa: S104  # it is refused
+        serve("toy", host="0.0.0.0")  # noqa: S104  # it is refused
     with pytest.raises(rlkit.ConfigError, match="give a key="):
-        serve(ExactModels(), host="example.com")
+        serve("toy", host="example.com")
     for key in ("secret", "tml-short", 5):
         with pytest.raises(rlkit.ConfigError, match="tml-"):
-            serve(ExactModels(), key=key)
+            serve("toy", key=key)
 
 
 def test_a_key():
-    with serve(ExactModels(), names=("toy",), key="tml-right-key-1") as server:
+    with serve("toy", key="tml-right-key-1") as server:
         with pytest.raises(tinker.AuthenticationError, match="API key"):
             tinker.ServiceClient(base_url=server.url, api_key="tml-wrong-key-1").create_lora_training_client("toy")
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-right-key-1")
@@ -122,7 +123,7 @@ def test_closing_ends_its_threads():
     """And may be done twice."""
     before = set(threading.enumerate())
     for pause in (0.0, 0.0, 0.05):
-        server = serve(ExactModels(), names=("toy",))
+        server = serve("toy")
         with connected(server) as idle:
             time.sleep(pause)
             server.close()

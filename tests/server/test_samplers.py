@@ -1,8 +1,7 @@
-"""Saved policies to sample from cost what their adapters do, and are let go of by bytes."""
+"""Saved policies to sample from cost what their adapters do, and so many are kept."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 import rlkit
 from rlkit.backends.protocol import SavedSamplers
-from rlkit.server import BackendModels, Service
 from rlkit.testing import FakeTinker
 from tests.server.sdk import datum, prompt
 
@@ -68,8 +66,8 @@ def test_memory_of_saved_samplers(wide, tmp_path):
             texts.append(sum(scored[1:]))
             gc.collect()
             measured.append((resident(), len(local_threads())))
-            kept = server.service._state.samplers[sampler._sampling_session_id].kept
-        adapter = kept.nbytes
+            kept = server.service.samplers[sampler._sampling_session_id].snapshot
+        adapter = kept.sampler.nbytes
         assert adapter > 10 * 2**20
         grown = (measured[-1][0] - measured[1][0]) / 8
         assert grown < 2 * adapter, (grown, adapter)
@@ -134,66 +132,44 @@ class Plain:
         return getattr(self._inner, name)
 
 
-@pytest.fixture
-def served(tmp_path):
-    """``served(connect, **options)`` is a client of a service over backends that ``connect`` makes."""
-    open_ = []
-
-    def make(connect=None, **options):
-        connect = functools.partial(rlkit.connect, "toy") if connect is None else connect
-        models = BackendModels(functools.partial(connect, folder=tmp_path))
-        fake = FakeTinker()
-        fake.service.close()
-        fake.service = Service(models, names=["toy"], folder=tmp_path, seed=0, **options)
-        open_.append(fake.open())
-        return fake
-
-    yield make
-    for fake in open_:
-        fake.close()
+def is_kept(fake):
+    return [s.snapshot is not None for s in fake.service.samplers.values()]
 
 
-def kept(fake):
-    return [s for s in fake.service._state.samplers.values() if s.kept is not None]
+def test_samplers_are_bounded():
+    """Those that were used longest ago are dropped, whoever made them; saved ones are loaded again, the base stays."""
+    with FakeTinker(max_samplers=3) as fake:
+        clients = [fake.service_client() for _ in range(2)]
+        training = clients[0].create_lora_training_client("toy").result()
+        base = clients[0].create_sampling_client(base_model="toy").result()
+        path = training.save_weights_for_sampler("a").result().path
+        named = clients[1].create_sampling_client(model_path=path).result()
+        reference = training.save_weights_and_get_sampling_client().result()
+        expected = named.sample(prompt([65]), 1, PARAMS).result().sequences[0].tokens
+        base.sample(prompt([65]), 1, PARAMS).result()
+        others = []
+        for _ in range(5):
+            others.append(training.save_weights_and_get_sampling_client().result())
+            reference.sample(prompt([65]), 1, PARAMS).result()
+        assert len(fake.service.samplers) == 5  # three, and two that can be loaded again
+        assert sum(is_kept(fake)) == 4  # of them the base
+        assert named.sample(prompt([65]), 1, PARAMS).result().sequences[0].tokens == expected
+        for sampler in (base, reference, others[-1]):
+            sampler.sample(prompt([65]), 1, PARAMS).result()
+        with pytest.raises(tinker.NotFoundError, match="was dropped.* save it under a name"):
+            others[0].sample(prompt([65]), 1, PARAMS).result()
 
 
-def test_samplers_are_bounded_by_bytes(served):
-    """Saved ones beyond the bound are read again when they are needed; the base never goes."""
-    fake = served(sampler_mb=1)  # one policy of the toy is 135 kB
-    client = fake.service_client()
-    training = client.create_lora_training_client("toy").result()
-    base = client.create_sampling_client(base_model="toy").result()
-    base.sample(prompt([65]), 1, PARAMS).result()
-    samplers = []
-    for k in range(12):
-        path = training.save_weights_for_sampler(f"s{k}").result().path
-        samplers.append(client.create_sampling_client(model_path=path).result())
-        samplers[-1].sample(prompt([65]), 1, PARAMS).result()
-        assert sum(s.kept.nbytes for s in kept(fake) if not s.base) <= 10**6
-    assert [s.base for s in kept(fake)] == [True] + [False] * 7
-    expected = samplers[-1].sample(prompt([65]), 1, PARAMS).result().sequences[0].tokens
-    assert samplers[0].sample(prompt([65]), 1, PARAMS).result().sequences[0].tokens == expected
-
-
-def test_unnamed_samplers_are_bounded_too(served):
-    """The one that was used longest ago is gone, and its client is told why and what to do."""
-    fake = served(sampler_mb=1)
-    training = fake.service_client().create_lora_training_client("toy").result()
-    samplers = [training.save_weights_and_get_sampling_client().result() for _ in range(12)]
-    assert len(kept(fake)) == 7
-    samplers[-1].sample(prompt([65]), 1, PARAMS).result()
-    with pytest.raises(tinker.NotFoundError, match="1 MB of all sessions; save it under a name"):
-        samplers[0].sample(prompt([65]), 1, PARAMS).result()
-
-
-def test_backends_that_need_a_trainer_for_each(served):
-    """Of those few are kept at a time."""
+def test_backends_that_need_a_trainer_for_each(tmp_path):
+    """It is made when its state is first sampled from, and as long as it is kept it is the only one."""
     Plain.made = 0
-    fake = served(lambda **options: Plain(rlkit.connect("toy", **options)))
-    client = fake.service_client()
-    training = client.create_lora_training_client("toy").result()
-    for k in range(7):
-        path = training.save_weights_for_sampler(f"s{k}").result().path
-        client.create_sampling_client(model_path=path).result().sample(prompt([65]), 1, PARAMS).result()
-    assert Plain.made == 2 + 7
-    assert len(kept(fake)) == 4
+    with FakeTinker(models=lambda **o: Plain(rlkit.connect("toy", folder=tmp_path, **o)), max_samplers=4) as fake:
+        client = fake.service_client()
+        training = client.create_lora_training_client("toy").result()
+        for k in range(7):
+            path = training.save_weights_for_sampler(f"s{k}").result().path
+            sampler = client.create_sampling_client(model_path=path).result()
+            for _ in range(2):
+                sampler.sample(prompt([65]), 1, PARAMS).result()
+        assert Plain.made == 2 + 7
+        assert is_kept(fake) == [False] * 3 + [True] * 4

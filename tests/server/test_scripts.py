@@ -7,11 +7,11 @@ import functools
 import pytest
 
 import rlkit
-from rlkit.server import serve
-from rlkit.testing import FakeTinker
 from tests.server import sdk
 
 tinker = pytest.importorskip("tinker")
+from rlkit.server import serve  # noqa: E402
+from rlkit.testing import FakeTinker  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["fake", "server"])

@@ -121,12 +121,12 @@ def test_options_of_the_backend_and_of_the_service(tiny, tmp_path):
     """Each goes where it belongs; what neither has is refused with what there is."""
     options = {"dtype": "bfloat16", "device": "cpu", "micro_batch_tokens": 64, "idle": 7.0, "max_rank": 2}
     with rlkit.serve("local", model=tiny("llama"), folder=tmp_path, **options) as server:
-        state = server.service._state
-        assert (state.idle, state.max_rank) == (7.0, 2)
-        backend = state.models._base
+        service = server.service
+        assert (service.idle, service.max_rank) == (7.0, 2)
+        backend = service.models._base
         assert str(backend.base.model.dtype) == "torch.bfloat16"
         assert backend._settings["micro_batch_tokens"] == 64
-    for name in ("lora", "init_from", "dtyp"):
+    for name in ("lora", "init_from", "dtyp", "config"):
         with pytest.raises(rlkit.ConfigError, match=rf"no option '{name}'.* dtype.* idle"):
             rlkit.serve("local", model="x", **{name: "y"})
 

@@ -6,20 +6,25 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import shutil
 import time
 
+import attrs
 import numpy as np
 import pytest
 
 import rlkit
 from rlkit.backends.toy import base_weights
-from rlkit.server import BackendModels, Service, _checkpoints
 from rlkit.testing import FakeTinker
 from tests.server.sdk import datum, prompt
-from tests.server.test_protocol import Client
 
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
+
+from rlkit.server import Service  # noqa: E402
+from rlkit.server._models import Models  # noqa: E402
+from rlkit.server._saved import SavedState, SavedStates  # noqa: E402
+from tests.server.client import Client  # noqa: E402
 
 DATA = [datum(list(b"hello world"), weights=1.0), datum(list(b"12 34"), weights=0.5)]
 
@@ -40,7 +45,7 @@ def trained(training, steps):
 
 
 def state(fake, training):
-    return fake.service.backend(training.model_id)._weights
+    return fake.service.runs[training.model_id].model.backend._weights
 
 
 def test_with_and_without_optimizer(fake):
@@ -108,7 +113,7 @@ def test_names(fake):
 
     def save(seq_id, **options):
         status, answer = client.post("save_weights", {"model_id": model, "seq_id": seq_id, **options})
-        return client.result(answer["request_id"])[1] if status == 200 else (status, answer["detail"])
+        return client.result(answer) if status == 200 else (status, answer["detail"])
 
     assert save(1, path="a")["path"] == f"tinker://{model}/weights/a"
     assert save(2, path="a")[0] == 400
@@ -124,11 +129,9 @@ def test_names(fake):
 def test_a_save_that_fails_gives_its_name_back(fake, monkeypatch):
     client = Client(fake.service, {"x-api-key": fake.api_key})
     model = client.model()
-    run = fake.service._state.runs[model]
     with monkeypatch.context() as broken:
-        broken.setattr(run.model, "save", lambda *_, **__: 1 / 0)
-        request = client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})[1]
-        answer = client.result(request["request_id"])[1]
+        broken.setattr(fake.service.runs[model].model, "save", lambda *_, **__: 1 / 0)
+        answer = client.result(client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
     assert answer == {"error": "ZeroDivisionError: division by zero", "category": "server"}
     assert client.post("save_weights", {"model_id": model, "seq_id": 2, "path": "a"})[0] == 200
 
@@ -180,9 +183,8 @@ def served(folder):
     """A service over toy backends that keeps its states in ``folder``, as a fake with its clients."""
     fake = FakeTinker()
     fake.service.close()
-    fake.service = Service(
-        BackendModels(functools.partial(rlkit.connect, "toy", folder=folder)), names=["toy"], folder=folder, seed=0
-    )
+    models = Models(functools.partial(rlkit.connect, "toy", folder=folder))
+    fake.service = Service(models, names=["toy"], key=fake.api_key, folder=folder, seed=0)
     with fake:
         yield fake
 
@@ -191,14 +193,11 @@ def folders(folder):
     return sorted(path.name.rpartition("-")[0] for path in folder.iterdir() if path.is_dir())
 
 
-def saved_at(path, overwrite, training, fake):
-    """``save_state``, with the request's ``overwrite``, which the SDK's method does not have."""
+def save_over(path, training, fake):
+    """``save_state`` over a name that is taken, by a client of its own: the SDK's numbers are not disturbed."""
     client = Client(fake.service, {"x-api-key": fake.api_key})
-    run = fake.service._state.runs[training.model_id]
-    body = {"model_id": training.model_id, "path": path, "overwrite": overwrite, "seq_id": run.line._next}
-    status, answer = client.post("save_weights", body)
-    assert status == 200
-    return client.result(answer["request_id"])[1]["path"]
+    body = {"model_id": training.model_id, "path": path, "overwrite": True}
+    return client.result(client.post("save_weights", body))["path"]
 
 
 def test_what_is_deleted_frees_its_disk(tmp_path, monkeypatch):
@@ -211,7 +210,7 @@ def test_what_is_deleted_frees_its_disk(tmp_path, monkeypatch):
         sampler = training.save_weights_for_sampler("s").result().path
         assert folders(tmp_path) == ["a-000000", "b-000000", "other-000000", "s-000000"]
         first = {x.name for x in tmp_path.iterdir()}
-        assert saved_at("a", True, training, fake) == path
+        assert save_over("a", training, fake) == path
         assert folders(tmp_path) == ["a-000000", "b-000000", "other-000000", "s-000000"]
         assert len({x.name for x in tmp_path.iterdir()} - first) == 1
         rest.delete_checkpoint_from_tinker_path(sampler).result()
@@ -235,31 +234,30 @@ def test_states_that_expired_while_no_server_ran(tmp_path, monkeypatch):
         assert folders(tmp_path) == ["b-000000"]
 
 
-def test_a_crash_between_the_index_and_the_folder(tmp_path, monkeypatch, caplog):
-    """Leaves nothing for good: the next service removes it; a handle that is no state of rlkit's is never removed."""
+def test_states_whose_files_are_gone(tmp_path, caplog):
+    """After a crash between the files of a deleted state and its entry, or rm: the next service forgets the entry."""
     with served(tmp_path) as fake:
-        training, rest = fake.service_client().create_lora_training_client("toy").result(), fake.rest_client()
-        path = training.save_state("a").result().path
-        with monkeypatch.context() as broken:
-            broken.setattr(fake.service._state.checkpoints, "_remove", lambda _: _raise(OSError("the disk is gone")))
-            rest.delete_checkpoint_from_tinker_path(path).result()
-        assert folders(tmp_path) == ["a-000000"]
-        with pytest.raises(tinker.NotFoundError):
-            rest.get_weights_info_by_tinker_path(path).result()
-    assert "the disk is gone" in caplog.text
+        training = fake.service_client().create_lora_training_client("toy").result()
+        path, kept = training.save_state("a").result().path, training.save_state("b").result().path
+        handle = fake.service.saved.find(path).handle
+    shutil.rmtree(handle)
+    with served(tmp_path) as fake:
+        assert [state.path for state in fake.service.saved.list()] == [kept]
+    assert "1 states whose files are gone" in caplog.text
+    assert [item["path"] for item in json.loads((tmp_path / "tinker.json").read_text())["states"]] == [kept]
+
+
+def test_files_that_cannot_be_removed(tmp_path, caplog):
+    """Are named in the log, and their state is gone all the same; what is no state of rlkit's is never removed."""
     precious = tmp_path / "precious"
     precious.mkdir()
-    index = json.loads((tmp_path / "tinker.json").read_text())
-    index["unwanted"].append(str(precious))
-    (tmp_path / "tinker.json").write_text(json.dumps(index))
-    with served(tmp_path):
-        assert folders(tmp_path) == [""]
-        assert precious.is_dir()
+    with served(tmp_path) as fake:
+        path = "tinker://r/weights/a"
+        fake.service.saved.add(SavedState(path, str(precious), "toy", rlkit.Lora(), 0.0))
+        fake.rest_client().delete_checkpoint_from_tinker_path(path).result()
+        assert fake.service.saved.list() == []
+    assert precious.is_dir()
     assert "precious is not a saved state" in caplog.text
-
-
-def _raise(error):
-    raise error
 
 
 def test_runs_survive_a_restart(tmp_path):
@@ -280,33 +278,24 @@ def test_runs_survive_a_restart(tmp_path):
         assert {r.training_run_id for r in rest.list_training_runs().result().training_runs} == {run_id, again.model_id}
 
 
-def test_runs_without_states_are_forgotten_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(_checkpoints, "_RUNS", 2)
-    found = _checkpoints.Checkpoints(tmp_path)
-    for k in range(5):
-        found.note(_checkpoints.KnownRun(f"run-{k}", "toy", rlkit.Lora()))
-        if k == 1:
-            found.keep(_checkpoints.Checkpoint("tinker://run-1/weights/a", "x", "toy", rlkit.Lora(), 0.0))
-    assert [x.model_id for x in _checkpoints.Checkpoints(tmp_path).runs()] == ["run-1", "run-3", "run-4"]
+def test_an_index_keeps_all_of_a_state(tmp_path):
+    """As it was, the module names of an adapter among it."""
+    lora = rlkit.Lora(rank=4, target_modules=("q_proj",))
+    notes = {"metadata": {"a": "b"}, "run_metadata": {"c": 1}}
+    state = SavedState("tinker://r/weights/a", str(tmp_path), "toy", lora, 1.0, 1e12, **notes)
+    SavedStates(tmp_path, print).add(state)
+    (found,) = SavedStates(tmp_path, print).list()
+    assert [getattr(found, x.name) for x in attrs.fields(SavedState)] == [
+        getattr(state, x.name) for x in attrs.fields(SavedState)
+    ]
 
 
-def test_an_index_of_the_first_format(tmp_path):
-    """A list of states, as servers wrote until 0.1."""
-    lora = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj"]}
-    state = {"path": "tinker://r/weights/a", "handle": "/x", "base_model": "toy", "lora": lora, "made": 1.0}
-    (tmp_path / "tinker.json").write_text(json.dumps([state]))
-    found = _checkpoints.Checkpoints(tmp_path).all()
-    assert [(x.path, x.lora.target_modules) for x in found] == [("tinker://r/weights/a", ("q_proj",))]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "3", '{"format": 3}', '{"format": 2, "states": [{}], "runs": [], "unwanted": []}', "[1]"]
-)
-def test_a_damaged_index(tmp_path, text):
-    """Is a typed error that names the file, before anything is served or removed."""
-    (tmp_path / "tinker.json").write_text(text)
-    with pytest.raises(rlkit.CheckpointError, match=r"tinker\.json"):
-        _checkpoints.Checkpoints(tmp_path)
+def test_a_damaged_index(tmp_path):
+    """Is a typed error that names the file, before anything is served or removed; so is one of another format."""
+    for text in ("", "{", "3", "[1]", '{"format": 2}', '{"format": 3}', '{"format": 3, "states": [{}]}'):
+        (tmp_path / "tinker.json").write_text(text)
+        with pytest.raises(rlkit.CheckpointError, match=r"tinker\.json"):
+            SavedStates(tmp_path, print)
 
 
 def test_a_name_used_twice_is_refused_at_once(fake):
@@ -324,30 +313,22 @@ def test_a_name_used_twice_is_refused_at_once(fake):
 
 def test_a_new_service_knows_the_folder(tmp_path):
     """States of a backend are on disk: another service on the folder resumes them, and samples from them."""
-    losses, path, sampler = [], None, None
-    for turn in range(2):
-        models = BackendModels(functools.partial(rlkit.connect, "toy", folder=tmp_path))
-        with Service(models, names=["toy"], folder=tmp_path, seed=0) as service, FakeTinker() as fake:
-            fake.service, old = service, fake.service
-            old.close()
-            client = fake.service_client()
-            if turn == 0:
-                training = client.create_lora_training_client("toy", rank=3).result()
-                trained(training, 2)
-                path = training.save_state("a").result().path
-                sampler = training.save_weights_for_sampler("a").result().path
-                losses = trained(training, 2)
-            else:
-                training = client.create_training_client_from_state_with_optimizer(path).result()
-                assert training.get_info().lora_rank == 3
-                assert training.model_id not in path
-                found = client.create_sampling_client(model_path=sampler).result()
-                scored = found.compute_logprobs(prompt(b"hello world")).result()
-                assert -sum(scored[1:]) == pytest.approx(
-                    training.forward(DATA[:1], "cross_entropy").result().metrics["loss:sum"], rel=1e-5
-                )
-                assert trained(training, 2) == losses
-            fake.close()
+    with served(tmp_path) as fake:
+        training = fake.service_client().create_lora_training_client("toy", rank=3).result()
+        trained(training, 2)
+        path = training.save_state("a").result().path
+        sampler = training.save_weights_for_sampler("a").result().path
+        losses = trained(training, 2)
+    with served(tmp_path) as fake:
+        client = fake.service_client()
+        training = client.create_training_client_from_state_with_optimizer(path).result()
+        assert training.get_info().lora_rank == 3
+        assert training.model_id not in path
+        found = client.create_sampling_client(model_path=sampler).result()
+        scored = found.compute_logprobs(prompt(b"hello world")).result()
+        loss = training.forward(DATA[:1], "cross_entropy").result().metrics["loss:sum"]
+        assert -sum(scored[1:]) == pytest.approx(loss, rel=1e-5)
+        assert trained(training, 2) == losses
     index = json.loads((tmp_path / "tinker.json").read_text())
     assert [item["path"] for item in index["states"]] == [path, sampler]
 
@@ -360,5 +341,5 @@ def test_writers_at_once(fake):
     paths = [s.result().path for s in saves]
     assert len(set(paths)) == 32
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda p: fake.service._state.checkpoints.find(p).path, paths))
+        found = list(pool.map(lambda p: fake.service.saved.find(p).path, paths))
     assert found == paths

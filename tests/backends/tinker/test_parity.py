@@ -8,7 +8,6 @@ import pytest
 import rlkit
 from rlkit.advantages import grpo
 from rlkit.losses import with_kl
-from rlkit.server import BackendModels
 from rlkit.testing import FakeTinker
 from tests.models.build import build
 
@@ -47,7 +46,10 @@ def test_the_curve_is_the_local_one(tmp_path, loss):
     model = str(build("llama", tmp_path / "model"))
     with rlkit.connect("local", model=model, lora=LORA, seed=0, folder=tmp_path) as local:
         ours = loop(local, loss)
-    models = BackendModels(lambda **o: rlkit.connect("local", model=model, seed=0, folder=tmp_path, **o))
+
+    def models(**options):
+        return rlkit.connect("local", model=model, seed=0, folder=tmp_path, **options)
+
     with FakeTinker(seed=0, models=models, names=("m",)) as fake:
         where = {"base_url": fake.base_url, "api_key": fake.api_key}
         with rlkit.connect("tinker", model="m", lora=LORA, seed=0, deadline=60.0, **where) as policy:

@@ -144,7 +144,7 @@ def dividing_service(monkeypatch):
     entry = served._TABLE["cross_entropy"]
     table = {**served._TABLE, "cross_entropy": attrs.evolve(entry, function=divided, elementwise=False)}
     monkeypatch.setattr(served, "_TABLE", table)
-    monkeypatch.setattr("rlkit.server._sessions._ARCH", "another")
+    monkeypatch.setattr("rlkit.server._training._ARCH", "another")
     with FakeTinker(seed=0, config={"custom_loss_server_side": False}) as fake:
         yield fake
 
@@ -299,7 +299,7 @@ def test_one_loss_is_sent_once(service):
 
 def test_refused_upload_falls_back(caplog):
     """A service that does not take the graph leaves the loss to run here, with a warning."""
-    from rlkit.testing.faults import Fault
+    from rlkit.testing import Fault
 
     data = episodes("dro")
     with FakeTinker(seed=0) as fake:

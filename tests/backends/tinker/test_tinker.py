@@ -17,9 +17,9 @@ class TestTinker(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _service(self):
-        from rlkit.server import ExactModels
+        from rlkit.server._models import toy_models
 
-        with FakeTinker(seed=0, models=ExactModels(max_length=128)) as fake:
+        with FakeTinker(seed=0, models=toy_models(max_length=128)) as fake:
             self.fake = fake
             yield
 
