@@ -174,7 +174,7 @@ class Posted(Wire):
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
+    top_k: Int | None = Field(None, lt=2**31)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None

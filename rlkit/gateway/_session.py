@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import attrs
@@ -69,6 +69,7 @@ class Session(Resource):
         api_key: identifies the session where the URL does not.
         params: how turns are drawn, whatever clients ask; None: as they ask.
         limits: its limits.
+        responses: of the responses API, by id, the conversation that ends with each; None if they are not recorded.
         error: the sampler's first exception, or None.
         cut: the newest turn was cut at its number of tokens, and clients fail at that: those of the responses API, and
             those that read JSON.
@@ -100,7 +101,7 @@ class Session(Resource):
         self._usage = Usage(self.limits)
         self._recording = Recording()
         self._record = record
-        self._responses: dict[str, Sequence[Message]] = {}
+        self.responses: dict[str, Sequence[Message]] | None = {} if record else None
 
     # What a client needs to be told.
 
@@ -118,11 +119,6 @@ class Session(Resource):
     def max_length(self) -> int:
         """The longest prompt and completion, in tokens."""
         return self._sampler.max_length
-
-    @property
-    def responses(self) -> MutableMapping[str, Sequence[Message]] | None:
-        """Of the responses API, by id, the conversation that ends with each; None if they are not recorded."""
-        return self._responses if self._record else None
 
     @property
     def root_url(self) -> str:

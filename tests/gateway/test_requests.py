@@ -86,6 +86,7 @@ REFUSED = [
     ("chat", "temperature", {"temperature": 1e999}),
     ("chat", "top_p", {"top_p": 0}),
     ("chat", "top_k", {"top_k": 0.5}),
+    ("chat", "top_k", {"top_k": 2**31}),
     ("chat", "min_p", {"min_p": 2}),
     ("chat", "presence_penalty", {"presence_penalty": 3}),
     ("chat", "repetition_penalty", {"repetition_penalty": 0}),
