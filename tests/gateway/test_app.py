@@ -97,8 +97,17 @@ def test_a_method_that_an_endpoint_does_not_take(http, prefix, method, path, all
     assert run(http.get(f"{prefix}/v1/messages/batches")).json()["type"] == "error"
 
 
-def test_health(http):
-    assert [run(http.get(path)).status_code for path in ("/", "/health", "/ping", "/s/s1/health")] == [200] * 4
+def test_health(service):
+    """Asked without a key, too, which does not keep the connection: only a client with a session is let in."""
+    let_in, endpoints = [], create_app(service)
+
+    async def app(scope, receive, send):
+        await endpoints({**scope, "rlkit.let_in": lambda: let_in.append(scope["path"])}, receive, send)
+
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1")
+    paths = ("/", "/health", "/ping", "/version", "/s/s1/health", "/s/s1/v1/models")
+    assert [run(http.get(path)).status_code for path in paths] == [200] * 6
+    assert let_in == ["/s/s1/v1/models"]
     assert run(http.get("/version")).json()["version"]
 
 
