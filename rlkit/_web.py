@@ -26,7 +26,7 @@ from rlkit._runtime import Resource, is_loopback
 from rlkit._threads import DaemonExecutor, Threads
 from rlkit.errors import BackendError
 
-__all__ = ["Guard", "Handlers", "WebServer", "find_key", "is_key", "let_in"]
+__all__ = ["Guard", "Handlers", "WebServer", "find_key", "is_key"]
 
 Handlers: TypeAlias = Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]]  # as starlette's
 
@@ -71,7 +71,7 @@ class Guard:
         try:
             self._check_origin(request.headers)
             if self._admit(request):
-                let_in(scope)
+                scope.get(_LET_IN, bool)()  # tells the server, if there is one
             self._check_body(request.headers)
         except tuple(self._handlers) as error:
             handler = next(self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers)
@@ -110,11 +110,6 @@ class Guard:
             return message
 
         return counted
-
-
-def let_in(scope: Scope) -> None:
-    """Tell the server, if there is one, that the client of a request may use the application."""
-    scope.get(_LET_IN, bool)()
 
 
 def find_key(headers: Headers) -> str | None:
