@@ -231,3 +231,13 @@ def test_an_empty_turn_is_continued_though_the_next_prompt_is_the_same():
         assert [node.parent for node in session.turns[1:]] == session.turns[:-1]
         assert len(session.branches) == 1
         assert len(datums(session.trajectory(1.0), 1.0)) == 1
+
+
+def test_a_call_may_begin_with_a_control_token():
+    """Which is no part of the text."""
+    sampler = Scripted(TOKENIZERS["llama3"], ["<|python_tag|>add.call(x=1)"])
+    chat = Chat(sampler.tokenizer, tool_format="llama")
+    with Gateway(sampler, chat=chat) as gateway, gateway.session() as session:
+        (choice,) = asyncio.run(session.answer(Request(messages=[user("Add")], tools=(TOOL,)))).choices
+    assert [(call.name, dict(call.arguments)) for call in choice.calls] == [("add", {"x": 1})]
+    assert (choice.content, choice.finish) == ("", "tool_calls")
