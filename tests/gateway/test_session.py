@@ -436,7 +436,7 @@ def test_sessions_are_found_by_id_and_key_and_an_open_gateway_answers_without():
         for wrong in (("x", None), (None, "x"), (None, None)):
             with pytest.raises(GatewayError) as caught:
                 gateway.admit(*wrong)
-            assert caught.value.status == 401
+            assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     with Gateway(Scripted(TOKENIZER, lambda _: "a"), open=True, key="secret") as gateway:
         opened = gateway.admit(None, "secret")
         for _ in range(3):
