@@ -296,31 +296,11 @@ LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9)
 )
 WORDS = st.sampled_from(
-    [
-        *("model", "messages", "role", "content", "tools", "type", "function", "name", "arguments", "tool_calls", "n"),
-        *(
-            "user",
-            "assistant",
-            "system",
-            "tool",
-            "text",
-            "input",
-            "prompt",
-            "prompt_logprobs",
-            "stop_token_ids",
-            "stream",
-        ),
-        *("max_tokens", "logprobs", "stop", "tool_choice", "call_id", "output", "instructions", "echo", "tool_result"),
-        *(
-            "tool_use",
-            "input_text",
-            "function_call",
-            "function_call_output",
-            "thinking",
-            "top_logprobs",
-            "input_schema",
-        ),
-    ]
+    (
+        "model messages role content tools type function name arguments tool_calls n user assistant system tool text input"
+        " prompt prompt_logprobs stop_token_ids stream max_tokens logprobs stop tool_choice call_id output instructions"
+        " echo tool_result tool_use input_text function_call function_call_output thinking top_logprobs input_schema"
+    ).split()
 )
 VALUES = st.recursive(
     LEAVES | WORDS,
