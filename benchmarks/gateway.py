@@ -25,7 +25,7 @@ import torch
 import workload
 
 import rlkit
-from rlkit.gateway import Draw, Gateway, Request, Session
+from rlkit.gateway import Gateway, Request, Sampling, Session
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -61,8 +61,8 @@ def direct(sampler: rlkit.Sampler, prompts: list[np.ndarray], tokens: int) -> No
 
 def in_process(sessions: list[Session], said: list[str], tokens: int) -> None:
     async def main() -> None:
-        draw = Draw(max_tokens=tokens, ignore_eos=True)
-        asked = [Request(messages=[{"role": "user", "content": text}], draw=draw) for text in said]
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        asked = [Request(messages=[{"role": "user", "content": text}], sampling=sampling) for text in said]
         await asyncio.gather(*(session.answer(request) for session, request in zip(sessions, asked, strict=True)))
 
     asyncio.run(main())

@@ -22,7 +22,7 @@ _EXTRAS = {
     "chat": ("jinja2",),
     "math": ("math-verify",),
     "config": ("omegaconf",),
-    "gateway": ("starlette", "uvicorn"),
+    "gateway": ("starlette", "uvicorn", "pydantic"),
     "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
     "ray": ("ray",),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),

@@ -26,7 +26,7 @@ from rlkit._runtime import Resource, is_loopback
 from rlkit._threads import DaemonExecutor, Threads
 from rlkit.errors import BackendError
 
-__all__ = ["Guard", "Handlers", "WebServer", "find_key", "is_key", "let_in"]
+__all__ = ["Guard", "Handlers", "WebServer", "find_key", "is_key"]
 
 Handlers: TypeAlias = Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]]  # as starlette's
 
@@ -36,6 +36,7 @@ _OTHER_FILES = 128  # open files of a process that are no connections
 _FIRST = 20.0  # seconds that a connection lasts on which no client was let in
 _BODY = 120.0  # seconds for the rest of a request of a client that was let in
 _IDLE = 120.0  # and until the next one
+_CANCELLED = 2  # and for what is left to be done for a client that was disconnected when the server closed
 _LET_IN = "rlkit.let_in"  # of an ASGI scope
 
 
@@ -70,7 +71,7 @@ class Guard:
         try:
             self._check_origin(request.headers)
             if self._admit(request):
-                let_in(scope)
+                scope.get(_LET_IN, bool)()  # tells the server, if there is one
             self._check_body(request.headers)
         except tuple(self._handlers) as error:
             handler = next(self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers)
@@ -111,11 +112,6 @@ class Guard:
         return counted
 
 
-def let_in(scope: Scope) -> None:
-    """Tell the server, if there is one, that the client of a request may use the application."""
-    scope.get(_LET_IN, bool)()
-
-
 def find_key(headers: Headers) -> str | None:
     """Return the API key, as x-api-key or as a bearer token; None where there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -142,7 +138,7 @@ class WebServer(Resource):
         host: a name or address of this machine.
         port: 0: a free one.
         name: the name of the thread, and in errors.
-        patience: seconds that running requests have when it closes.
+        patience: seconds that running requests have when it closes; then their clients are disconnected.
 
     Attributes:
         url: its address, without a slash at the end.
@@ -159,7 +155,7 @@ class WebServer(Resource):
             raise BackendError(f"{name}: cannot listen on {host}:{port}: {error}") from error
         address = self._socket.getsockname()
         self.url = f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
-        self.connections = Connections(_most_connections())
+        self.connections = Connections(_most_connections(), patience)
         config = uvicorn.Config(
             app,
             http=cast("type[H11Protocol]", functools.partial(_Connection, self.connections)),
@@ -172,7 +168,7 @@ class WebServer(Resource):
             server_header=False,
             h11_max_incomplete_event_size=_HEAD_LIMIT,
             timeout_keep_alive=math.ceil(_IDLE),
-            timeout_graceful_shutdown=patience,
+            timeout_graceful_shutdown=patience + _CANCELLED,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name=f"rlkit-{name}", daemon=True)
@@ -213,8 +209,8 @@ def _most_connections() -> int:
 class Connections:
     """The connections of a server: those of clients that were let in, and strangers."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, patience: float) -> None:
+        self.most, self.patience = most, patience
         self.closed = False
         self.let_in: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # the oldest first
@@ -265,6 +261,10 @@ class _Connection(H11Protocol):
         if self._is_let_in:
             self._end_in(_IDLE)
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._end_in(self._all.patience)
 
     def end(self) -> None:
         """Close the connection at once."""

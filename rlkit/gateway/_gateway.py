@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hmac
 import importlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -15,19 +16,18 @@ from rlkit.backends.protocol import Sampler
 from rlkit.chat import Chat
 from rlkit.errors import BackendError, ConfigError, RlkitError
 from rlkit.gateway._limits import Limits
-from rlkit.gateway._session import Ask, Session, check_settings
-from rlkit.gateway.types import GatewayError
+from rlkit.gateway._session import SampleFunction, Session, check_settings
+from rlkit.gateway._types import GatewayError
 from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
-    from rlkit.gateway.app import Server
+    from rlkit.gateway._app import Server
 
 __all__ = ["Gateway"]
 
 _CHATS = 32  # variants of the chat that are kept
-_ENDED = 20_000  # names of sessions that have ended, whose late clients are told so
 
 
 class Gateway(Resource):
@@ -90,9 +90,8 @@ class Gateway(Resource):
         self.host, self.port = host, _check.integer("Gateway(port)", port, low=0, high=65535)
         self.key = key
         self._params, self._limits = params, limits
-        self._chats: OrderedDict[str, Chat] = OrderedDict()
-        self._sessions: dict[str, Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids and keys of sessions that have ended
+        self._variant = functools.lru_cache(_CHATS)(self._make_variant)
+        self._sessions: dict[str, Session] = {}  # by id and by key
         self._lock = threading.Lock()
         self._server: Server | None = None
         self._closed = False
@@ -104,8 +103,7 @@ class Gateway(Resource):
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         seed: int = 0,
-        ask: Ask | None = None,
-        formats: Literal["free", "refuse"] = "free",
+        ask: SampleFunction | None = None,
     ) -> Session:
         """Open a session for one episode, with the policy as it is now.
 
@@ -114,8 +112,6 @@ class Gateway(Resource):
             limits: the limits of the session; None: the gateway's.
             seed: >= 0. The same seed and requests draw the same tokens, in whatever order they arrive.
             ask: samples in place of the sampler: (prompt, params, n, seed) -> samples.
-            formats: how requests for JSON (``response_format`` and its like) are handled: "free", they are sampled as
-                all others, and ``metrics["unforced"]`` counts the turns that are not JSON; "refuse", 400.
 
         Raises:
             ConfigError: an argument of the wrong type or out of range.
@@ -123,7 +119,7 @@ class Gateway(Resource):
         """
         params = self._params if params is None else params
         limits = self._limits if limits is None else limits
-        return self._keep(Session(self, self._sampler, ask, params=params, limits=limits, seed=seed, formats=formats))
+        return self._keep(Session(self, self._sampler, ask, params=params, limits=limits, seed=seed))
 
     def _keep(self, session: Session) -> Session:
         with self._lock:
@@ -148,29 +144,26 @@ class Gateway(Resource):
             key: the client's API key; None: nothing.
 
         Raises:
-            GatewayError: 401, there is no such session, or no such key and the gateway is not open; 429, the session
-                has ended.
+            GatewayError: 401, there is no such session, or no such key and the gateway is not open.
         """
         name = key if session is None else session
         with self._lock:
             named = None if name is None else self._sessions.get(name)
             if named is not None:
                 return named
-            if session is None and self._open is not None and (self.key is None or key == self.key):
+            if session is None and self._open is not None and self._fits(key):
                 return self._open
-            if name in self._ended:
-                raise GatewayError(429, "this session has ended", code="session_ended")
-        what = "this gateway has no such session" if session is not None else "the API key is wrong"
+        what = "there is no such session, or it has ended" if session is not None else "the API key is wrong"
         raise GatewayError(401, what, code="invalid_api_key")
 
-    def forget(self, id: str, api_key: str) -> None:  # noqa: A002
+    def _fits(self, key: str | None) -> bool:
+        return self.key is None or hmac.compare_digest((key or "").encode(), self.key.encode())
+
+    def forget(self, session: Session) -> None:
         """Forget a session that has ended."""
         with self._lock:
-            for name in (id, api_key):
-                if self._sessions.pop(name, None) is not None:
-                    self._ended[name] = None
-            while len(self._ended) > _ENDED:
-                self._ended.popitem(last=False)
+            self._sessions.pop(session.id, None)
+            self._sessions.pop(session.api_key, None)
 
     def chat_with(self, template: Mapping[str, object]) -> Chat:
         """Return the chat with these variables of its template.
@@ -178,26 +171,18 @@ class Gateway(Resource):
         Raises:
             GatewayError: 400, the template does not know them.
         """
-        if not template:
-            return self.chat
-        name = json.dumps(template, sort_keys=True, default=str)
-        with self._lock:
-            chat = self._chats.get(name)
-        if chat is None:
-            variables = dict(template)
-            thinking = variables.pop("enable_thinking", variables.pop("thinking", None))
-            options: dict[str, object] = {"variables": {**self.chat.variables, **variables}}
-            if thinking is not None:
-                options["thinking"] = thinking
-            try:
-                chat = self.chat.with_options(**options)
-            except RlkitError as error:
-                raise GatewayError(400, str(error), param="chat_template_kwargs") from error
-            with self._lock:
-                self._chats[name] = chat
-                while len(self._chats) > _CHATS:
-                    self._chats.popitem(last=False)
-        return chat
+        return self._variant(json.dumps(template, sort_keys=True)) if template else self.chat
+
+    def _make_variant(self, template: str) -> Chat:
+        variables = json.loads(template)
+        thinking = variables.pop("enable_thinking", variables.pop("thinking", None))
+        options: dict[str, object] = {"variables": {**self.chat.variables, **variables}}
+        if thinking is not None:
+            options["thinking"] = thinking
+        try:
+            return self.chat.with_options(**options)
+        except RlkitError as error:
+            raise GatewayError(400, str(error), param="chat_template_kwargs") from error
 
     @property
     def url(self) -> str:
@@ -212,9 +197,9 @@ class Gateway(Resource):
                 raise BackendError("the gateway is closed")
             if self._server is None:
                 try:
-                    from rlkit.gateway.app import Server
+                    from rlkit.gateway._app import Server
                 except ImportError as error:
-                    raise missing("Gateway.url", "starlette, uvicorn", "gateway") from error
+                    raise missing("Gateway.url", "starlette, uvicorn, pydantic", "gateway") from error
                 self._server = Server(self, self.host, self.port)
             return self._server.url
 
@@ -223,13 +208,13 @@ class Gateway(Resource):
         _check.choice("client(package)", package, ("httpx", "httpx2"))
         try:
             library = importlib.import_module(package)
-            from rlkit.gateway.app import app
+            from rlkit.gateway._app import create_app
         except ImportError as error:
-            raise missing("Gateway.client", f"starlette, {package}", "gateway") from error
+            raise missing("Gateway.client", f"starlette, pydantic, {package}", "gateway") from error
         headers = {"authorization": f"Bearer {api_key}"}
         url = f"http://127.0.0.1/s/{id}/v1"
         client: httpx.AsyncClient = library.AsyncClient(
-            transport=library.ASGITransport(app=app(self)), base_url=url, headers=headers
+            transport=library.ASGITransport(app=create_app(self)), base_url=url, headers=headers
         )
         return client
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import math
 import threading
@@ -15,11 +14,12 @@ import attrs
 
 from rlkit import _check
 from rlkit._check import checked
-from rlkit.gateway.types import GatewayError
+from rlkit.gateway._types import GatewayError
 
-__all__ = ["Limits", "Meter"]
+__all__ = ["Limits", "Usage"]
 
 _COUNTED = ("requests", "turns", "tokens", "refused", "cancelled", "errors", "rewritten", "unforced")
+_PAUSE = 0.02  # seconds until a request looks again whether others have given tokens back
 
 
 @attrs.frozen
@@ -46,25 +46,25 @@ class Limits:
     at_once: int | None = checked(None, _check.integer, none=True, low=1)
 
 
-class Meter:
-    """A counter of a session's usage, which refuses requests beyond its limits.
+class Usage:
+    """What a session has used; it refuses requests beyond the limits.
 
     Attributes:
         ended: the limit that was reached: "max_turns", "max_total_tokens", "deadline", "context"; "" while none was.
         counts: requests, turns, tokens, refused, cancelled, errors, rewritten, unforced.
+        closed: whether all requests are refused.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.ended = ""
+        self.closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._lock = threading.Lock()
         self._ends = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
         self._drawing = 0  # completions in progress
         self._answering = 0
         self._reserved = 0  # tokens that completions in progress may draw
-        self._waiting: list[concurrent.futures.Future[None]] = []
-        self._closed = False
 
     @contextlib.contextmanager
     def request(self, n: int) -> Iterator[None]:
@@ -73,7 +73,11 @@ class Meter:
         Raises:
             GatewayError: 429, with ``retry_after`` where a later retry can succeed.
         """
-        self._admit(n)
+        with self._lock:
+            self.counts["requests"] += 1
+            self._admit(n)
+            self._drawing += n
+            self._answering += 1
         try:
             yield
         finally:
@@ -83,40 +87,32 @@ class Meter:
 
     def _admit(self, n: int) -> None:
         limits = self.limits
-        with self._lock:
-            self.counts["requests"] += 1
-            problem, ended, again = "", "", None
-            if self._closed:
-                problem = "this session has ended"
-            elif self.left() == 0.0:
-                problem, ended = self.over, "deadline"
-            elif limits.turns is not None and self.counts["turns"] + self._drawing + n > limits.turns:
-                problem, ended = f"this session may have {limits.turns} completions", "max_turns"
-            elif limits.tokens is not None and limits.tokens - self.counts["tokens"] < n:
-                problem, ended = self._no_tokens, "max_total_tokens"
-            elif limits.at_once is not None and self._answering >= limits.at_once:
-                problem, again = f"this session may have {limits.at_once} requests at a time", 1.0
-            if not problem:
-                self._drawing += n
-                self._answering += 1
-                return
-            self.counts["refused"] += 1
-            self.ended = self.ended or ended
-        code = "limit_reached" if ended else "session_ended" if again is None else "rate_limit_exceeded"
-        raise GatewayError(429, problem, code=code, retry_after=again)
+        if self.closed:
+            raise GatewayError(429, "this session has ended", code="session_ended")
+        if self.seconds_left() == 0.0:
+            raise self.late()
+        if limits.turns is not None and self.counts["turns"] + self._drawing + n > limits.turns:
+            raise self._over("max_turns", f"this session may have {limits.turns} completions")
+        if limits.tokens is not None and limits.tokens - self.counts["tokens"] < n:
+            raise self._spent()
+        if limits.at_once is not None and self._answering >= limits.at_once:
+            what = f"this session may have {limits.at_once} requests at a time"
+            raise GatewayError(429, what, code="rate_limit_exceeded", retry_after=1.0)
 
-    @property
-    def over(self) -> str:
-        """The error for clients once the time is over."""
-        return f"this session's {self.limits.seconds:g} seconds are over"
+    def late(self) -> GatewayError:
+        """Return the error for clients once the time is over."""
+        return self._over("deadline", f"this session's {self.limits.seconds:g} seconds are over")
 
-    def left(self) -> float:
+    def _spent(self) -> GatewayError:
+        return self._over("max_total_tokens", f"this session may have {self.limits.tokens} tokens of completions")
+
+    def _over(self, ended: str, what: str) -> GatewayError:
+        self.ended = self.ended or ended
+        return GatewayError(429, what, code="limit_reached")
+
+    def seconds_left(self) -> float:
         """Return the seconds that are left; infinity without a limit."""
         return max(0.0, self._ends - time.monotonic())
-
-    @property
-    def _no_tokens(self) -> str:
-        return f"this session may have {self.limits.tokens} tokens of completions"
 
     @contextlib.asynccontextmanager
     async def tokens(self, n: int, most: int) -> AsyncIterator[int]:
@@ -126,38 +122,27 @@ class Meter:
             GatewayError: 429, too few are left.
         """
         while (share := self._reserve(n, most)) == 0:
-            waiter: concurrent.futures.Future[None] = concurrent.futures.Future()
-            with self._lock:
-                self._waiting.append(waiter)
-                if self._reserved == 0:  # given back in between
-                    continue
-            await asyncio.wrap_future(waiter)
+            await asyncio.sleep(_PAUSE)
         try:
             yield share
         finally:
             with self._lock:
                 self._reserved -= n * share
-                waiting, self._waiting = self._waiting, []
-            for waiter in waiting:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the waiting client is gone
-                    waiter.set_result(None)
 
     def _reserve(self, n: int, most: int) -> int:
         """Return how many tokens each of ``n`` completions may have; 0: wait until others give some back."""
         with self._lock:
-            free = most * n
+            share = most
             if self.limits.tokens is not None:
-                free = self.limits.tokens - self.counts["tokens"] - self._reserved
-            share = min(most, free // n)
+                share = min(most, (self.limits.tokens - self.counts["tokens"] - self._reserved) // n)
             if share < most and self._reserved:
                 return 0
             if share < 1:
-                self.ended = self.ended or "max_total_tokens"
-                raise GatewayError(429, self._no_tokens, code="limit_reached")
+                raise self._spent()
             self._reserved += n * share
             return share
 
-    def turn(self, tokens: int) -> None:
+    def count_turn(self, tokens: int) -> None:
         """Count a completion."""
         with self._lock:
             self.counts["turns"] += 1
@@ -170,12 +155,7 @@ class Meter:
         with self._lock:
             self.counts[name] += 1
 
-    def reach(self, ended: str) -> None:
+    def note_limit(self, ended: str) -> None:
         """Note the limit that was reached; the first one stays."""
         with self._lock:
             self.ended = self.ended or ended
-
-    def close(self) -> None:
-        """Refuse everything from now on."""
-        with self._lock:
-            self._closed = True

@@ -9,8 +9,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -19,25 +19,36 @@ from rlkit import _check
 from rlkit._interaction import Message
 from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.errors import DataError
-from rlkit.gateway import _history
-from rlkit.gateway._history import Branch, Credit, Node, Prompt, Recording
-from rlkit.gateway._limits import Limits, Meter
-from rlkit.gateway._turns import add_scores, params_for, read, seed_for, stops
-from rlkit.gateway.types import Choice, GatewayError, Reply, Request
+from rlkit.chat import Chat
+from rlkit.errors import DataError, UnsupportedError
+from rlkit.gateway._choices import read_choice
+from rlkit.gateway._limits import Limits, Usage
+from rlkit.gateway._logprobs import add_logprobs
+from rlkit.gateway._recording import (
+    Branch,
+    Credit,
+    Node,
+    Prompt,
+    Recording,
+    make_turns,
+    weigh_branches,
+    weigh_nodes,
+)
+from rlkit.gateway._types import Choice, GatewayError, Reply, Request, Sampling
 from rlkit.trajectory import Trajectory
-from rlkit.types import Sample, SamplingParams
+from rlkit.types import SAMPLING_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
     from rlkit.gateway._gateway import Gateway
 
-__all__ = ["Ask", "Session", "check_settings"]
+__all__ = ["SampleFunction", "Session", "check_settings"]
 
-Ask: TypeAlias = Callable[[np.ndarray, SamplingParams, int, int], Awaitable[Sequence[Sample]]]
+SampleFunction: TypeAlias = Callable[[np.ndarray, SamplingParams, int, int], Awaitable[Sequence[Sample]]]
 """(prompt int64 [P], how to draw, completions, seed) -> the samples."""
 _log = logging.getLogger(__name__)
+_SEEDS = 2**31 - 2**16  # below it every backend takes a seed as it is
 
 
 def check_settings(where: str, params: object, limits: object) -> None:
@@ -58,7 +69,7 @@ class Session(Resource):
         api_key: identifies the session where the URL does not.
         params: how turns are drawn, whatever clients ask; None: as they ask.
         limits: its limits.
-        formats: how requests for JSON are handled.
+        responses: of the responses API, by id, the conversation that ends with each; None if they are not recorded.
         error: the sampler's first exception, or None.
         cut: the newest turn was cut at its number of tokens, and clients fail at that: those of the responses API, and
             those that read JSON.
@@ -68,31 +79,29 @@ class Session(Resource):
         self,
         gateway: Gateway,
         sampler: Sampler,
-        ask: Ask | None = None,
+        ask: SampleFunction | None = None,
         *,
         params: SamplingParams | None = None,
         limits: Limits | None = None,
         seed: int = 0,
-        formats: Literal["free", "refuse"] = "free",
         record: bool = True,
     ) -> None:
         self._gateway = gateway
         self._sampler = sampler
-        self._asked = ask
+        self._given = ask
         self.id = secrets.token_hex(12)
         self.api_key = f"rlkit-{secrets.token_hex(16)}"
         self._seed = _check.integer("session(seed)", seed, low=0)
         check_settings("session", params, limits)
         _check.require(ask is None or callable(ask), "session(ask)", ask, "an async function")
         self.params = params
-        self.formats = _check.choice("session(formats)", formats, ("free", "refuse"))
         self.limits = Limits() if limits is None else limits
         self.error: Exception | None = None
         self.cut = False
-        self._meter = Meter(self.limits)
+        self._usage = Usage(self.limits)
         self._recording = Recording()
         self._record = record
-        self._responses: dict[str, Sequence[Message]] = {}
+        self.responses: dict[str, Sequence[Message]] | None = {} if record else None
 
     # What a client needs to be told.
 
@@ -110,11 +119,6 @@ class Session(Resource):
     def max_length(self) -> int:
         """The longest prompt and completion, in tokens."""
         return self._sampler.max_length
-
-    @property
-    def responses(self) -> MutableMapping[str, Sequence[Message]] | None:
-        """Of the responses API, by id, the conversation that ends with each; None if they are not recorded."""
-        return self._responses if self._record else None
 
     @property
     def root_url(self) -> str:
@@ -150,7 +154,7 @@ class Session(Resource):
     @property
     def ended(self) -> str:
         """The limit that was reached: "max_turns", "max_total_tokens", "deadline" or "context"; "" while none was."""
-        return self._meter.ended
+        return self._usage.ended
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -160,7 +164,7 @@ class Session(Resource):
         conversation that had turns of the policy, none of them as they were recorded, and began anew; unforced: a turn
         without a required call, or that is not the requested JSON.
         """
-        return {**self._meter.counts, "branches": len(self.branches)}
+        return {**self._usage.counts, "branches": len(self.branches)}
 
     @property
     def turns(self) -> list[Node]:
@@ -199,7 +203,7 @@ class Session(Resource):
         messages = max(branches, key=lambda branch: branch.last.number).messages if branches else []
         nodes = [node for branch in branches for node in branch.fresh]
         about = {**self._ends(), "messages": messages, **fields}
-        return Trajectory(_history.turns(nodes, weights, reward), **about)  # type: ignore[arg-type]
+        return Trajectory(make_turns(nodes, weights, reward), **about)  # type: ignore[arg-type]
 
     def trajectories(self, reward: float = 0.0, *, credit: Credit = "every", **fields: object) -> list[Trajectory]:
         """Return a trajectory for each branch that counts, each with the reward.
@@ -213,13 +217,13 @@ class Session(Resource):
         made = []
         for branch in branches:
             about = {**self._ends(), "messages": branch.messages, **fields}
-            if turns := _history.turns(branch.fresh, weights, reward):
+            if turns := make_turns(branch.fresh, weights, reward):
                 made.append(Trajectory(turns, **about))  # type: ignore[arg-type]
         return made
 
     def _weigh(self, credit: Credit) -> tuple[list[Branch], dict[int, float]]:
         branches = self.branches
-        return branches, _history.node_weights(branches, _history.branch_weights(branches, credit))
+        return branches, weigh_nodes(branches, weigh_branches(branches, credit))
 
     def _ends(self) -> dict[str, object]:
         return {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
@@ -234,17 +238,16 @@ class Session(Resource):
                 sampler's failure (503).
         """
         try:
-            with self._meter.request(request.n):
-                return await self._answered(request)
+            with self._usage.request(request.n):
+                return await self._answer(request)
         except asyncio.CancelledError:
-            self._meter.count("cancelled")
+            self._usage.count("cancelled")
             raise
         except DataError as error:  # of the prompt, which is the client's
-            self._meter.count("refused")
+            self._usage.count("refused")
             raise GatewayError(400, str(error)) from error
         except GatewayError as error:
-            if error.status != 429:  # those are counted already
-                self._meter.count("errors" if error.status >= 500 else "refused")
+            self._usage.count("errors" if error.status >= 500 else "refused")
             raise
 
     async def render(self, request: Request) -> np.ndarray:
@@ -256,67 +259,68 @@ class Session(Resource):
         try:
             self._check_count(request)
             chat = self._gateway.chat_with(request.template)
-            return await asyncio.to_thread(self._recording.render, chat, request)
+            return (await asyncio.to_thread(self._recording.render, chat, request)).tokens
         except DataError as error:
             raise GatewayError(400, str(error)) from error
+
+    def refuse(self) -> None:
+        """Count a request that was not valid, and so was not answered."""
+        self._usage.count("requests")
+        self._usage.count("refused")
 
     def _check_count(self, request: Request) -> None:
         """Refuse prompts that are too long in any template before rendering, which cannot be interrupted."""
         if len(request.messages or ()) > self.max_length:
             raise self._too_long(f"there are {len(request.messages or ())} messages")
 
-    def _check_format(self, field: str) -> None:
-        if self.formats == "refuse":
-            what = f"{field}: the gateway does not constrain samples to a format, so this session refuses the request"
-            raise GatewayError(400, what, param=field)
-        _say_that_formats_are_free(field)
-
     def _too_long(self, found: str) -> GatewayError:
-        self._meter.reach("context")
+        self._usage.note_limit("context")
         what = f"this model's maximum context length is {self.max_length} tokens, but {found}"
         return GatewayError(400, what, param="messages", code="context_length_exceeded")
 
-    async def _answered(self, request: Request) -> Reply:
+    async def _answer(self, request: Request) -> Reply:
         self._check_count(request)
-        if request.draw.json_field:
-            self._check_format(request.draw.json_field)
+        if field := request.sampling.json_field:
+            _warn_that_formats_are_free(field)
         chat = self._gateway.chat_with(request.template)
         prompt = await asyncio.to_thread(self._recording.prompt, chat, request)  # a template takes its time
         if prompt.rewritten:
-            self._meter.count("rewritten")
+            self._usage.count("rewritten")
         created, model = int(time.time()), request.model or self.model
-        if request.draw.max_tokens == 0:
+        if request.sampling.max_tokens == 0:
             samples: Sequence[Sample] = [Sample(prompt.tokens, [], [], "length")] * request.n
         else:
-            samples = await self._sampled(request, prompt)
-        choices = await asyncio.to_thread(self._recorded, request, prompt, samples)
-        fails = request.fails_when_cut or bool(request.draw.json_field)
+            samples = await self._draw(request, prompt)
+        choices = await asyncio.to_thread(self._record_choices, request, prompt, samples)
+        fails = request.fails_when_cut or bool(field)
         self.cut = fails and any(choice.finish == "length" for choice in choices)
         reply_id = hashlib.blake2b(f"{self.id}/{prompt.place}".encode(), digest_size=12).hexdigest()
         reply = Reply(reply_id, created, model, prompt.tokens, choices)
-        return await add_scores(self._sampler, request, reply)
+        return await add_logprobs(self._sampler, request, reply)
 
-    async def _sampled(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
-        context, size = self.max_length, prompt.tokens.size
-        if size >= context:
-            raise self._too_long(f"the prompt has {size}")
-        seed = request.draw.seed if self.params is None else None
-        seed = seed_for(self._seed, prompt.digest, prompt.repeat) if seed is None else seed
-        wanted = params_for(prompt.chat, request.draw, self.params, context - size)
-        left = self._meter.left()
+    async def _draw(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
+        room = self.max_length - prompt.tokens.size
+        if room <= 0:
+            raise self._too_long(f"the prompt has {prompt.tokens.size}")
+        seed = request.sampling.seed if self.params is None else None
+        seed = derive_seed(self._seed, prompt.digest, prompt.repeat) if seed is None else seed
+        wanted = sampling_params(prompt.chat, request.sampling, self.params, room)
+        left = self._usage.seconds_left()
         try:
             async with asyncio.timeout(None if left == float("inf") else left):
-                async with self._meter.tokens(request.n, wanted.max_tokens) as share:
+                async with self._usage.tokens(request.n, wanted.max_tokens) as share:
                     params = attrs.evolve(wanted, max_tokens=share)
-                    samples = await self._ask(prompt.tokens, params, request.n, seed)
+                    ask = self._given or self._ask_sampler
+                    samples = await ask(prompt.tokens, params, request.n, seed)
                     self._count(samples, cut=share < wanted.max_tokens)
                     return samples
         except (DataError, GatewayError):
             raise
         except Exception as error:
-            if self._meter.left() == 0.0:
-                self._meter.reach("deadline")
-                raise GatewayError(429, self._meter.over, code="limit_reached") from error
+            if isinstance(error, UnsupportedError) and self.params is None:  # an option that the client asked for
+                raise GatewayError(400, str(error)) from error
+            if self._usage.seconds_left() == 0.0:
+                raise self._usage.late() from error
             self.error = self.error or error
             what = f"the policy cannot be sampled ({type(error).__name__})"
             raise GatewayError(503, what, code="sampler") from error
@@ -325,18 +329,11 @@ class Session(Resource):
         """Count completions; ``cut``: they might have been longer without the session's limit."""
         if self._record:
             for sample in samples:
-                self._meter.turn(int(sample.tokens.size))
+                self._usage.count_turn(int(sample.tokens.size))
         if cut and any(sample.stop_reason == "length" for sample in samples):
-            self._meter.reach("max_total_tokens")
+            self._usage.note_limit("max_total_tokens")
 
-    def refused(self) -> None:
-        """Count a request that was not valid, and so was not answered."""
-        self._meter.count("requests")
-        self._meter.count("refused")
-
-    async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
-        if self._asked is not None:
-            return await self._asked(prompt, params, n, seed)
+    async def _ask_sampler(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
         future = await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed)
         try:
             return await future
@@ -344,19 +341,19 @@ class Session(Resource):
             future.cancel()  # no one waits for it any more; tell the service
             raise
 
-    def _recorded(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:
+    def _record_choices(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:
         tools = () if request.tool_choice == "none" else request.tools
-        stop = stops(request.draw, self.params) or ()
+        stop = stop_list(request.sampling, self.params) or ()
         choices = []
         for i, sample in enumerate(samples):
-            choice, action = read(prompt.chat, sample, tools, stop, f"{self.id}/{prompt.place}/{i}")
+            choice, action = read_choice(prompt.chat, sample, tools, stop, f"{self.id}/{prompt.place}/{i}")
             choices.append(choice)
-            no_call = not choice.calls and tools and request.tool_choice != "auto"
-            no_json = not choice.calls and request.draw.json_field and not _is_json(choice.content)
-            if no_call or no_json:
-                self._meter.count("unforced")
-            if self._record and request.draw.max_tokens != 0:
-                self._recording.add(request, prompt, choice, action)
+            no_call = tools and request.tool_choice != "auto"
+            no_json = request.sampling.json_field and not _is_json(choice.content)
+            if not choice.calls and (no_call or no_json):
+                self._usage.count("unforced")
+            if self._record and request.sampling.max_tokens != 0:
+                self._recording.add(prompt, choice, action)
         return choices
 
     def use(self, sampler: Sampler) -> None:
@@ -365,12 +362,45 @@ class Session(Resource):
 
     def close(self) -> None:
         """End the session: later requests are refused. Its samples stay."""
-        self._meter.close()
-        self._gateway.forget(self.id, self.api_key)
+        self._usage.closed = True
+        self._gateway.forget(self)
+
+
+def sampling_params(chat: Chat, asked: Sampling, own: SamplingParams | None, room: int) -> SamplingParams:
+    """Return the sampling settings.
+
+    Args:
+        chat: of the conversation.
+        asked: the client's settings.
+        own: the session's settings, which override the client's; None: the client's are used.
+        room: the most tokens that fit, >= 1.
+    """
+    base = own or SamplingParams(max_tokens=2**31 - 1)
+    most = min(room, base.max_tokens, room if asked.max_tokens is None else asked.max_tokens)
+    options = {} if own is not None else {name: getattr(asked, name) for name in SAMPLING_OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    return chat.params(attrs.evolve(base, max_tokens=most, stop=stop_list(asked, own), **given))
+
+
+def stop_list(asked: Sampling, own: SamplingParams | None) -> tuple[str, ...] | tuple[int, ...] | None:
+    """Return the stops of a completion: the session's and the client's; None: the end tokens alone."""
+    stop = None if own is None else own.stop
+    if not asked.stop:
+        return () if asked.ignore_eos and stop is None else stop
+    if stop and isinstance(stop[0], str) != isinstance(asked.stop[0], str):
+        return stop  # texts and ids cannot be mixed; the session's override the client's
+    return cast("tuple[str, ...] | tuple[int, ...]", tuple(dict.fromkeys([*(stop or ()), *asked.stop])))
+
+
+def derive_seed(session_seed: int, digest: bytes, repeat: int) -> int:
+    """Return the seed of a request, in [0, 2^31): a function of its content and repeats, not of their order."""
+    words = np.frombuffer(digest, "<u4").tolist()
+    state = np.random.SeedSequence(session_seed, spawn_key=(*words, repeat)).generate_state(1, np.uint64)
+    return int(state[0]) % _SEEDS
 
 
 @functools.cache
-def _say_that_formats_are_free(field: str) -> None:
+def _warn_that_formats_are_free(field: str) -> None:
     """Log how requests for JSON are handled, once per process."""
     what = "turns that are not JSON reach the client; metrics['unforced'] of their session counts them"
     _log.warning("a client asks for JSON (%s), but the gateway does not constrain samples to JSON: %s", field, what)

@@ -8,8 +8,8 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlkit.gateway import Gateway
-from rlkit.gateway import app as server
-from rlkit.gateway.app import app as endpoints
+from rlkit.gateway import _app as server
+from rlkit.gateway._app import create_app
 
 __all__ = ["Recorder"]
 
@@ -23,7 +23,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, object]] = []
-        server.app = self._in_front  # type: ignore[assignment]
+        server.create_app = self._in_front  # type: ignore[assignment]
 
     def write(self, path: Path) -> None:
         """Write what was posted since the last time; long texts, which instructions are, are cut."""
@@ -32,7 +32,7 @@ class Recorder:
         self.posted.clear()
 
     def _in_front(self, gateway: Gateway, **options: bool) -> ASGIApp:
-        app = endpoints(gateway, **options)
+        app = create_app(gateway, **options)
 
         async def record(scope: Scope, receive: Receive, send: Send) -> None:
             parts: list[bytes] = []
@@ -48,7 +48,6 @@ class Recorder:
 
             await app(scope, read, send)
 
-        record.end = app.end  # type: ignore[attr-defined]
         return record
 
 

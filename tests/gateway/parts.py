@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from rlkit import Future, Sample
-from rlkit.gateway import Draw, Gateway, Request
+from rlkit.gateway import Gateway, Request, Sampling
 
 
 class Scripted:
@@ -85,4 +85,4 @@ def gateway(sampler, **options):
 
 
 def short(n=16):
-    return Draw(max_tokens=n)
+    return Sampling(max_tokens=n)

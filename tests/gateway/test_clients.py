@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import rlkit
-from rlkit.gateway import Gateway, Limits
+from rlkit.gateway import Gateway
 from tests.gateway.parts import Scripted
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -60,7 +60,7 @@ def test_a_key_names_the_session_at_the_root(gateway):
     assert client.chat.completions.create(model="m", messages=HI).usage.completion_tokens > 0
     assert len(session.turns) == 1
     session.close()
-    with pytest.raises(openai.RateLimitError, match="has ended"):
+    with pytest.raises(openai.AuthenticationError):
         client.chat.completions.create(model="m", messages=HI)
     client.close()
     with (
@@ -68,23 +68,6 @@ def test_a_key_names_the_session_at_the_root(gateway):
         pytest.raises(openai.AuthenticationError),
     ):
         unknown.chat.completions.create(model="m", messages=HI)
-
-
-def test_limits_are_not_tried_again(gateway):
-    session = gateway.session(limits=Limits(turns=1))
-    client = openai.OpenAI(base_url=session.base_url, api_key="any")
-    client.chat.completions.create(model="m", messages=HI)
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.chat.completions.create(model="m", messages=HI)
-    assert caught.value.code == "limit_reached"
-    assert session.metrics["refused"] == 1
-
-
-def test_too_long_a_prompt(gateway):
-    client = openai.OpenAI(base_url=gateway.session().base_url, api_key="any")
-    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 10**6}])
-    assert caught.value.code == "context_length_exceeded"
 
 
 def test_prompts_are_scored_as_the_sampler_scores_them(sampler):
@@ -134,32 +117,64 @@ def test_responses_remember(gateway):
     assert events[-1].response.usage.output_tokens == session.turns[1].sample.tokens.size
 
 
-def test_tokens_continue_tokens(gateway):
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_tokens_out(gateway, stream):
     """A client that keeps tokens itself: the next prompt begins with what was sampled, so it is the same branch."""
     session = gateway.session(seed=4)
     prompt = gateway.chat.start("Hi").prompt.tolist()
-    with httpx.Client(base_url=session.root_url) as client:
+    ids = {"logprobs": 0, "extra_body": {"return_token_ids": True, "skip_special_tokens": False}}
+    with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
         for _ in range(2):
-            body = {"token_ids": prompt, "sampling_params": {"logprobs": 1, "max_tokens": 8}}
-            (choice,) = client.post("/inference/v1/generate", json=body).json()["choices"]
+            answer = client.completions.create(model="m", prompt=prompt, max_tokens=8, **ids, stream=stream)
+            choice = next(iter(answer)).choices[0] if stream else answer.choices[0]
             node = session.turns[-1]
-            assert choice["token_ids"] == node.sample.tokens.tolist()
-            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            np.testing.assert_allclose(logprobs, node.sample.logprobs, atol=1e-6)
-            prompt = [*prompt, *choice["token_ids"], 10]
-        got = client.post("/tokenize", json={"messages": HI}).json()
-        assert got["tokens"] == gateway.chat.start("Hi").prompt.tolist()
+            assert choice.token_ids == node.sample.tokens.tolist()
+            assert choice.prompt_token_ids == prompt
+            logprobs = np.array(choice.logprobs.token_logprobs, np.float32)
+            assert np.array_equal(logprobs, node.sample.logprobs)
+            assert stream or choice.finish_reason == node.sample.stop_reason
+            prompt = [*prompt, *choice.token_ids, 10]
     assert len(session.branches) == 1
 
 
-def test_without_a_socket(gateway):
-    session = gateway.session()
+def test_what_a_sampler_would_draw_is_what_a_client_gets(sampler):
+    """With the client's seed and settings, where the gateway has none: tokens, logprobs and ends, exactly."""
+    prompt = sampler.tokenizer.encode("Say digits.")
+    cases = [{"seed": 2**61 + 3, "n": 3}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}]
+    cases += [
+        {"stop": ["e", "1"]},
+        {"stop_token_ids": [101, *sampler.tokenizer.eos_ids]},
+        {"ignore_eos": True, "max_tokens": 40},
+    ]
+    with Gateway(sampler, open=True) as gateway, httpx.Client(base_url=gateway.url) as client:
+        for case in cases:
+            body = {"prompt": prompt.tolist(), "max_tokens": 200, "seed": 7, "logprobs": 0, "return_token_ids": True}
+            answer = client.post("/v1/completions", json={**body, **case}).json()
+            stop = () if "ignore_eos" in case else tuple(case.get("stop") or ()) or case.get("stop_token_ids")
+            params = rlkit.SamplingParams(
+                max_tokens=case.get("max_tokens", 200),
+                stop=stop,
+                **{k: v for k, v in case.items() if k in ("temperature", "top_p", "top_k")},
+            )
+            drawn = sampler.sample(prompt, params, n=case.get("n", 1), seed=case.get("seed", 7)).result()
+            for choice, sample in zip(answer["choices"], drawn, strict=True):
+                assert (choice["token_ids"], choice["finish_reason"]) == (sample.tokens.tolist(), sample.stop_reason)
+                logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+                assert np.array_equal(logprobs, sample.logprobs), case
+        answer = client.post("/v1/completions", json={"prompt": "x", "min_p": 0.5})
+        assert (answer.status_code, "no such option" in answer.text) == (400, True)
 
-    async def ask():
-        client = openai.AsyncOpenAI(base_url=session.base_url, api_key="any", http_client=session.client())
-        return await client.chat.completions.create(model="m", messages=HI)
 
-    assert asyncio.run(ask()).usage.completion_tokens == session.turns[0].sample.tokens.size
+@pytest.mark.parametrize("stop", [None, "<|im_start|>b", "b"])
+def test_control_tokens_are_shown_on_request(stop):
+    """All but the one that ended the completion, as vLLM has it; the ids are all of them anyway."""
+    sampler = Scripted(rlkit.connect("toy").tokenizer, lambda _: "a<|im_start|>bc")
+    with Gateway(sampler) as gateway, httpx.Client(base_url=gateway.session().base_url) as client:
+        body = {"prompt": "x", "return_token_ids": True, "stop": stop}
+        for skip, text in ((True, "abc"), (False, "a<|im_start|>bc")):
+            (choice,) = client.post("completions", json={**body, "skip_special_tokens": skip}).json()["choices"]
+            assert choice["text"] == text.partition(stop or "\n")[0]
+            assert choice["token_ids"] == [97, 256, 98, 99, 257]
 
 
 @pytest.mark.parametrize("stream", [False, True])

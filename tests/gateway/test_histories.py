@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit.chat import Chat
-from rlkit.gateway import Draw, Gateway, Request
+from rlkit.gateway import Gateway, Request, Sampling
 from rlkit.trajectory import datums
 from tests.chat.build import ADDED, SPECIAL, tokenizer
 from tests.gateway.parts import Scripted, said, user
@@ -90,7 +90,9 @@ def play(session, moves, *, with_tools):
         elif move == "trim" and len(messages) > 1:
             messages = [{**m, "content": m["content"].strip()} for m in messages]
         schemas = [TOOL] if tools and with_tools else []
-        reply = asyncio.run(session.answer(Request(messages=messages, tools=schemas, n=n, draw=Draw(max_tokens=64))))
+        reply = asyncio.run(
+            session.answer(Request(messages=messages, tools=schemas, n=n, sampling=Sampling(max_tokens=64)))
+        )
         for choice in reply.choices:
             turn = [*messages, said(choice)]
             if choice.calls:
@@ -136,7 +138,7 @@ def test_a_conversation_that_is_sent_back_as_it_was_is_continued(client):
     with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
         messages = [user("Begin")]
         for _, _, text, _, _ in moves:
-            reply = asyncio.run(session.answer(Request(messages=messages, draw=Draw(max_tokens=64))))
+            reply = asyncio.run(session.answer(Request(messages=messages, sampling=Sampling(max_tokens=64))))
             messages = [*messages, said(reply.choices[0]), user(text)]
         assert len(session.branches) == 1
         assert session.metrics["rewritten"] == 0
@@ -170,11 +172,11 @@ def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, be
     sampler = Scripted(tokens, ["Thought.\n<code>\nx\n</code>", "Done.", "Bye."], stops=True)
     with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
         head = [user("Begin")]
-        draw = Draw(max_tokens=64, stop=("</code>",))
-        content = asyncio.run(session.answer(Request(messages=head, draw=draw))).choices[0].content
+        sampling = Sampling(max_tokens=64, stop=("</code>",))
+        content = asyncio.run(session.answer(Request(messages=head, sampling=sampling))).choices[0].content
         assert content == "Thought.\n<code>\nx\n"
         turn = {"role": "assistant", "content": [{"type": "text", "text": content + "</code>" + behind}]}
-        reply = asyncio.run(session.answer(Request(messages=[*head, turn, user("More")], draw=draw)))
+        reply = asyncio.run(session.answer(Request(messages=[*head, turn, user("More")], sampling=sampling)))
         first, second = session.turns
         assert second.parent is first
         assert np.array_equal(second.sample.prompt[: first.tokens.size], first.tokens)
@@ -184,7 +186,7 @@ def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, be
         assert session.metrics["rewritten"] == 0
         last = {"role": "assistant", "content": reply.choices[0].content}
         messages = [*head, turn, user("More"), last, user("On")]
-        asyncio.run(session.answer(Request(messages=messages, draw=Draw(max_tokens=1))))
+        asyncio.run(session.answer(Request(messages=messages, sampling=Sampling(max_tokens=1))))
         assert len(session.branches) == 1
 
 
@@ -192,7 +194,9 @@ def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, be
 def test_what_a_client_changed_in_an_open_turn_begins_anew(changed):
     sampler = Scripted(TOKENIZERS["chatml"], ["Thought.\n<code>\nx\n</code> \n", "Done."], stops=True)
     with Gateway(sampler, chat=chat_with("chatml")) as gateway, gateway.session() as session:
-        asyncio.run(session.answer(Request(messages=[user("Begin")], draw=Draw(max_tokens=64, stop=("</code>",)))))
+        asyncio.run(
+            session.answer(Request(messages=[user("Begin")], sampling=Sampling(max_tokens=64, stop=("</code>",))))
+        )
         turn = {"role": "assistant", "content": changed}
         asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
         assert session.metrics["rewritten"] == 1
@@ -227,3 +231,13 @@ def test_an_empty_turn_is_continued_though_the_next_prompt_is_the_same():
         assert [node.parent for node in session.turns[1:]] == session.turns[:-1]
         assert len(session.branches) == 1
         assert len(datums(session.trajectory(1.0), 1.0)) == 1
+
+
+def test_a_call_may_begin_with_a_control_token():
+    """Which is no part of the text."""
+    sampler = Scripted(TOKENIZERS["llama3"], ["<|python_tag|>add.call(x=1)"])
+    chat = Chat(sampler.tokenizer, tool_format="llama")
+    with Gateway(sampler, chat=chat) as gateway, gateway.session() as session:
+        (choice,) = asyncio.run(session.answer(Request(messages=[user("Add")], tools=(TOOL,)))).choices
+    assert [(call.name, dict(call.arguments)) for call in choice.calls] == [("add", {"x": 1})]
+    assert (choice.content, choice.finish) == ("", "tool_calls")

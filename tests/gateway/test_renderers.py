@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("renderers")
 
 import rlkit
-from rlkit.gateway import Draw, Gateway, Request
+from rlkit.gateway import Gateway, Request, Sampling
 from rlkit.trajectory import datums
 from tests.chat.test_rendering import KINDS, SCHEMAS, TURN, chat_of, written
 from tests.gateway.parts import said, user
@@ -40,7 +40,7 @@ def test_calls_and_reasoning_are_told_apart_and_the_conversation_goes_on(kind):
     sampler.next = turn
 
     def ask(session):
-        request = Request(messages=messages, tools=SCHEMAS, draw=Draw(max_tokens=64))
+        request = Request(messages=messages, tools=SCHEMAS, sampling=Sampling(max_tokens=64))
         return asyncio.run(session.answer(request)).choices[0]
 
     with Gateway(sampler, chat=chat) as gateway, gateway.session() as session:

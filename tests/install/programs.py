@@ -145,8 +145,8 @@ def gateway():
     """The endpoints answer on a socket."""
     import httpx
 
-    import rlkit.gateway.types
-    from rlkit.gateway.app import Server
+    from rlkit.gateway import GatewayError
+    from rlkit.gateway._app import Server
 
     class Closed:
         """Lets nobody in."""
@@ -154,7 +154,7 @@ def gateway():
         model = "policy"
 
         def admit(self, session, key):
-            raise rlkit.gateway.types.GatewayError(401, f"no session {session}, {key}", code="invalid_api_key")
+            raise GatewayError(401, f"no session {session}, {key}", code="invalid_api_key")
 
     with Server(Closed()) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200

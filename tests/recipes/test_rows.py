@@ -16,7 +16,7 @@ from rlkit.chat import Chat
 from rlkit.envs import Action
 from rlkit.errors import DataError
 from rlkit.gateway import Gateway, GatewayError
-from rlkit.gateway.dialects.chat import ChatCall
+from rlkit.gateway._requests import ChatRequest, read_posted
 from rlkit.recipes import data, tasks
 from rlkit.recipes.settings import ExplorerInput, Format, Taskset
 from tests.chat.build import CHATML, LLAMA3, QWEN3
@@ -148,7 +148,7 @@ def learnt_text(datum):
 def by_gateway(messages, _):
     with Gateway(Scripted(TOKENIZER, "4"), chat=CHAT) as gateway, gateway.session() as session:
         request = {"messages": list(messages)}
-        return asyncio.run(session.render(ChatCall.parse(request, session).requests[0]))
+        return asyncio.run(session.render(read_posted(ChatRequest, request, session).requests[0]))
 
 
 def prompt_of(row, kind="demonstrations"):

@@ -17,7 +17,7 @@ from rlkit import BackendError, ConfigError, DataError, Future, SamplingParams, 
 from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import StepResult, Task, TaskSettings, agent
 from rlkit.evaluation import evaluate_sync
-from rlkit.gateway import Draw, GatewayError, Request
+from rlkit.gateway import GatewayError, Request, Sampling
 from rlkit.rollouts import Plan, Replay, rollout_sync
 from rlkit.storage import from_record, to_record
 from rlkit.trajectory import datums
@@ -216,7 +216,7 @@ async def careful(task, session):
 
 def test_an_agent_that_fails_at_a_cut_turn_is_truncated():
     """It is truncated only if its API or its JSON needs the whole answer; otherwise it could have gone on."""
-    responses, json = {"fails_when_cut": True}, {"draw": Draw(json_field="response_format")}
+    responses, json = {"fails_when_cut": True}, {"sampling": Sampling(json_field="response_format")}
     cases = [
         ([("long", responses)], True),
         ([("long", json)], True),
@@ -275,8 +275,8 @@ def test_settings_of_tasks_are_those_of_sessions():
     """Temperature and tokens stand above what the agent asks for."""
 
     async def eager(task, session):
-        draw = rlkit.gateway.Draw(max_tokens=100, temperature=0.3)
-        await session.answer(Request(messages=said("x"), draw=draw))
+        sampling = rlkit.gateway.Sampling(max_tokens=100, temperature=0.3)
+        await session.answer(Request(messages=said("x"), sampling=sampling))
         return ""
 
     sampler = RandomSampler()

@@ -1,9 +1,11 @@
-"""Requests and answers, independent of the client's dialect."""
+"""Requests and answers as data, independent of the client's dialect."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import attrs
 import numpy as np
@@ -12,13 +14,17 @@ from rlkit._interaction import Message
 from rlkit.tools import ToolCall
 from rlkit.types import Sample
 
-__all__ = ["Choice", "Draw", "GatewayError", "Reply", "Request"]
+__all__ = ["Block", "Choice", "Event", "GatewayError", "Json", "Reply", "Request", "Sampling"]
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
+Json: TypeAlias = dict[str, object]
+Event: TypeAlias = tuple[str | None, Json | str]
+"""The name of a server-sent event, if it has one, and its data."""
+_HALVES: Final = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which are not text
 
 
 @attrs.frozen
-class Draw:
+class Sampling:
     """A client's sampling settings; None: not given by the client.
 
     Attributes:
@@ -59,7 +65,7 @@ class Request:
         tools: function schemas, OpenAI style: ``{"type": "function", "function": {...}}``.
         tool_choice: "auto", "none", "required", or a tool's name.
         template: variables of the chat template, such as ``{"enable_thinking": False}``.
-        draw: how to draw.
+        sampling: the client's sampling settings.
         n: completions, >= 1.
         top_logprobs: how many alternatives to report for each token, >= 0; None: no logprobs at all.
         prompt_logprobs: the same for the prompt's tokens; None: none.
@@ -73,12 +79,27 @@ class Request:
     tools: Sequence[Message] = ()
     tool_choice: str = "auto"
     template: Mapping[str, object] = attrs.field(factory=dict)
-    draw: Draw = attrs.field(factory=Draw)
+    sampling: Sampling = attrs.field(factory=Sampling)
     n: int = 1
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     model: str = ""
     fails_when_cut: bool = False
+
+
+@attrs.frozen
+class Block:
+    """A part of a completion as clients read it.
+
+    Attributes:
+        kind: what the part is.
+        text: of a call its arguments, as JSON.
+        call: the call, if it is one.
+    """
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    call: ToolCall | None = None
 
 
 @attrs.frozen(eq=False)
@@ -103,6 +124,25 @@ class Choice:
     finish: Finish = "stop"
     top: Sequence[Mapping[int, float]] | None = None
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The reasoning, the content and the calls, in this order; an empty content where there is nothing else."""
+        blocks = [] if self.reasoning is None else [Block("reasoning", self.reasoning)]
+        if self.content or (self.reasoning is None and not self.calls):
+            blocks.append(Block("content", self.content))
+        return [*blocks, *(Block("call", _write_arguments(call), call) for call in self.calls)]
+
+    @property
+    def message(self) -> Message:
+        """The completion as the assistant's message, in OpenAI's chat form."""
+        message: Json = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            functions = [(call.id, {"name": call.name, "arguments": dict(call.arguments)}) for call in self.calls]
+            message["tool_calls"] = [{"id": i, "type": "function", "function": function} for i, function in functions]
+        return message
+
 
 @attrs.frozen(eq=False)
 class Reply:
@@ -125,6 +165,11 @@ class Reply:
     choices: Sequence[Choice]
     prompt_logprobs: np.ndarray | None = None
     prompt_top: Sequence[Mapping[int, float]] | None = None
+
+
+def _write_arguments(call: ToolCall) -> str:
+    text = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return json.dumps(dict(call.arguments)) if _HALVES.search(text) else text
 
 
 class GatewayError(Exception):

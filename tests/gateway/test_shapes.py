@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.gateway.dialects.fake import Says
+from tests.gateway.fake import Says
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

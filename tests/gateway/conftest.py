@@ -5,8 +5,8 @@ import httpx2
 import openai
 import pytest
 
-from rlkit.gateway.app import app
-from tests.gateway.dialects.fake import FakeService
+from rlkit.gateway._app import create_app
+from tests.gateway.fake import FakeService
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def service():
 @pytest.fixture
 def http(service):
     """A client without a socket."""
-    transport = httpx2.ASGITransport(app(service))
+    transport = httpx2.ASGITransport(create_app(service))
     return httpx2.AsyncClient(
         transport=transport, base_url="http://127.0.0.1", headers={"authorization": "Bearer sk-1"}
     )
@@ -26,12 +26,12 @@ def http(service):
 @pytest.fixture
 def client(service):
     """OpenAI's asynchronous SDK without a socket."""
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app(service)))
+    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(service)))
     return openai.AsyncOpenAI(base_url="http://127.0.0.1/s/s1/v1", api_key="any", http_client=transport)
 
 
 @pytest.fixture
 def claude(service):
     """Anthropic's asynchronous SDK without a socket."""
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app(service)))
+    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(service)))
     return anthropic.AsyncAnthropic(base_url="http://127.0.0.1/s/s1", api_key="any", http_client=transport)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import pytest
 
-from tests.each import for_each
-from tests.gateway.dialects.fake import Says
+from tests.gateway.fake import Says
 
 
 def run(coroutine):
@@ -31,7 +29,7 @@ def test_a_text(client, service):
     assert got.object == "text_completion"
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (4, 21, 25)
     request = service.requests[0]
-    assert (request.text, request.prompt, request.draw.max_tokens) == ("Once", None, 16)
+    assert (request.text, request.prompt, request.sampling.max_tokens) == ("Once", None, 16)
 
 
 @pytest.mark.parametrize(
@@ -89,21 +87,6 @@ def test_a_stream_says_the_same(client, service, echo):
     assert chunks[-1].usage.completion_tokens == 21
 
 
-def test_names_by_ids(client):
-    got = complete(client, prompt="A", logprobs=1, extra_body={"return_tokens_as_token_ids": True})
-    assert got.choices[0].logprobs.tokens[:2] == ["token_id:72", "token_id:101"]
-    assert got.choices[0].logprobs.top_logprobs[0] == {"token_id:72": -0.125, "token_id:33": -2.0}
-
-
-def test_token_ids_with_special_tokens(client):
-    """vLLM's clients that read ids say that texts need not leave special tokens out."""
-    more = {"skip_special_tokens": False, "return_token_ids": True}
-    (choice,) = complete(client, prompt=[65, 67], logprobs=0, extra_body=more).choices
-    assert choice.prompt_token_ids == [65, 67]
-    assert choice.token_ids[:2] == [72, 101]
-    assert len(choice.logprobs.token_logprobs) == len(choice.token_ids)
-
-
 def test_the_prompt_s_logprobs_as_vllm_has_them(client):
     (choice,) = complete(client, prompt="AC", extra_body={"prompt_logprobs": 2}).choices
     assert choice.prompt_logprobs[0] is None
@@ -112,27 +95,3 @@ def test_the_prompt_s_logprobs_as_vllm_has_them(client):
         "65": {"logprob": -0.25, "rank": 1, "decoded_token": "A"},
         "66": {"logprob": -1.5, "rank": 2, "decoded_token": "B"},
     }
-
-
-@for_each(
-    ("param", "change"),
-    [
-        ("prompt", {"prompt": []}),
-        ("prompt", {"prompt": ""}),
-        ("prompt", {"prompt": ["a", [5]]}),
-        ("prompt[1]", {"prompt": [5, "a"]}),
-        ("prompt[1][0]", {"prompt": [[5], [-1]]}),
-        ("suffix", {"suffix": "end"}),
-        ("best_of", {"best_of": 3}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("logprobs", {"logprobs": 50}),
-        ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("skip_special_tokens", {"extra_body": {"skip_special_tokens": False}}),
-        ("response_format.type", {"extra_body": {"response_format": {"schema": {}}}}),
-    ],
-)
-def test_refusals_name_the_field(client, service, param, change):
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(client, **{"prompt": "x", **change})
-    assert caught.value.param == param
-    assert not service.requests

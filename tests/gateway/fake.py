@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.gateway.types import Choice, GatewayError, Reply
+from rlkit.gateway._types import Choice, GatewayError, Reply
 from rlkit.tools import ToolCall
 from rlkit.types import Sample
 
@@ -52,8 +52,8 @@ class FakeService:
             raise GatewayError(401, "there is no such session", code="invalid_api_key")
         return self
 
-    def refused(self):
-        self.count_refused = getattr(self, "count_refused", 0) + 1
+    def refuse(self):
+        self.refused = getattr(self, "refused", 0) + 1
 
     async def render(self, request):
         if request.prompt is not None:
@@ -91,7 +91,7 @@ class FakeService:
 
     def _choice(self, request, prompt, i):
         says = self.says[(len(self.requests) - 1 + i) % len(self.says)]
-        if request.draw.max_tokens == 0:
+        if request.sampling.max_tokens == 0:
             return Choice(Sample(prompt, [], [], "length"), "", "", finish="length", top=[])
         calls = []
         for name, arguments in says.calls:

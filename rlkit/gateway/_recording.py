@@ -24,12 +24,14 @@ from rlkit._interaction import Action, Message
 from rlkit.chat import Chat, Conversation
 from rlkit.chat.messages import read_messages
 from rlkit.errors import ConfigError
-from rlkit.gateway.types import Choice, Request
+from rlkit.gateway._types import Choice, Request
 from rlkit.tools.formats import opening
 from rlkit.trajectory import Turn
 from rlkit.types import Sample
 
-__all__ = ["Branch", "Credit", "Node", "Prompt", "Recording", "branch_weights", "node_weights", "turns"]
+__all__ = ["Branch", "Credit", "Node", "Prompt", "Recording", "make_turns", "weigh_branches", "weigh_nodes"]
+
+_MOST_PROMPTS = 100_000  # whose repeats are counted: an open gateway answers any number
 
 
 @attrs.define(eq=False, repr=False)
@@ -43,7 +45,6 @@ class Node:
         children: the turns that continue this one.
         conversation: the conversation up to this turn's prompt, ready for more; None for a prompt of text or tokens.
         action: the turn as a conversation takes it.
-        text: the prompt and the turn as text, for a prompt of text; None otherwise.
     """
 
     number: int
@@ -51,7 +52,6 @@ class Node:
     parent: Node | None
     conversation: Conversation | None = None
     action: Action | None = None
-    text: str | None = None
     children: list[Node] = attrs.field(factory=list)
 
     @property
@@ -117,10 +117,10 @@ def _begins(prompt: np.ndarray, node: Node, *, low: int = 1) -> bool:
     )
 
 
-def _behind(text: str, said: str) -> str | None:
-    r"""Return the text after a given beginning; None if it does not begin so, ignoring white space around that.
+def _text_after(said: str, text: str) -> str | None:
+    r"""Return the rest of a text that begins with ``said``, white space around that aside; None if it does not.
 
-    >>> _behind("f(x)</code>\nCalling", "f(x)</code>\n\n"), _behind("Yesterday", "Yes "), _behind("Yes", " ")
+    >>> _text_after("x</code>\n\n", "x</code>\nCalling"), _text_after("Yes ", "Yesterday"), _text_after(" ", "Yes")
     ('Calling', None, None)
     """
     text, said = text.lstrip(), said.lstrip()
@@ -131,25 +131,15 @@ def _behind(text: str, said: str) -> str | None:
     return rest.lstrip() if text.startswith(trimmed) and rest[:1].strip() == "" else None
 
 
-def policy_turn(choice: Choice) -> Message:
-    """Return a completion as the message that clients send back."""
-    turn: dict[str, object] = {"role": "assistant", "content": choice.content}
-    if choice.calls:
-        functions = [(call.id, {"name": call.name, "arguments": dict(call.arguments)}) for call in choice.calls]
-        turn["tool_calls"] = [{"id": i, "type": "function", "function": function} for i, function in functions]
-    return turn
-
-
-def digests(request: Request) -> list[bytes]:
+def _digest_history(messages: Sequence[Message], request: Request) -> list[bytes]:
     """Return digests of the first 0, 1, 2, ... messages, each with the tools and the variables of the template."""
-    about = [request.tools, request.template]
-    chain = [_digest(json.dumps(about, sort_keys=True, default=str))]
-    for message in request.messages or ():
-        chain.append(_next(chain[-1], message))
+    chain = [_digest(json.dumps([request.tools, request.template], sort_keys=True, default=str))]
+    for message in messages:
+        chain.append(_digest_next(chain[-1], message))
     return chain
 
 
-def _next(before: bytes, message: Message) -> bytes:
+def _digest_next(before: bytes, message: Message) -> bytes:
     return _digest(before.hex() + json.dumps(_essence(message), sort_keys=True, default=str))
 
 
@@ -165,11 +155,8 @@ def _essence(message: Message) -> list[object]:
     role, text = message["role"], message["content"]
     functions = [call["function"] for call in message.get("tool_calls", ())]
     calls = [[function["name"], function["arguments"]] for function in functions]
-    ours = role == "assistant"
-    return [role, text.strip() if ours else text, calls, None if ours or role == "tool" else message.get("name")]
-
-
-_MOST_PROMPTS = 100_000  # whose repeats are counted: an open gateway answers any number
+    policy = role == "assistant"
+    return [role, text.strip() if policy else text, calls, None if policy or role == "tool" else message.get("name")]
 
 
 @attrs.frozen(eq=False)
@@ -181,7 +168,7 @@ class Prompt:
         chat: of the conversation.
         digest: of the tokens.
         repeat: how often this session requested them before.
-        continues: the recorded turn whose conversation or text the request continues, if there is one.
+        continues: the recorded turn whose conversation the request continues, if there is one.
         rewritten: the request has turns of the policy, and neither they nor their tokens were recorded.
         conversation: the conversation so far; None for a prompt of text or tokens.
         chain: digests of the request's messages.
@@ -209,8 +196,7 @@ class Recording:
         self._nodes: list[Node] = []
         self._turns: dict[bytes, Node] = {}  # by the digest of the conversation up to and with them
         self._open: dict[bytes, list[tuple[str, Node]]] = {}  # by the conversation before them, with their text
-        self._texts: list[Node] = []
-        self._asked: dict[bytes, int] = {}
+        self._repeats: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -236,71 +222,55 @@ class Recording:
         Raises:
             DataError: messages that the template refuses, or ids that are not tokens.
         """
-        made = self._prompt(chat, request)
+        made = self.render(chat, request)
         digest = hashlib.blake2b(made.tokens.tobytes(), digest_size=16).digest()
         with self._lock:
-            repeat = self._asked.pop(digest, 0)
-            self._asked[digest] = repeat + 1
-            if len(self._asked) > _MOST_PROMPTS:
-                del self._asked[next(iter(self._asked))]  # the least recently requested one
+            repeat = self._repeats.pop(digest, 0)
+            self._repeats[digest] = repeat + 1
+            if len(self._repeats) > _MOST_PROMPTS:
+                del self._repeats[next(iter(self._repeats))]  # the least recently requested one
         return attrs.evolve(made, digest=digest, repeat=repeat)
 
-    def render(self, chat: Chat, request: Request) -> np.ndarray:
-        """Return the tokens alone, without counting the request."""
-        return self._prompt(chat, request).tokens
-
-    def _prompt(self, chat: Chat, request: Request) -> Prompt:
+    def render(self, chat: Chat, request: Request) -> Prompt:
+        """Return the same without counting the request."""
         if request.prompt is not None:
             vocabulary = chat.tokenizer.vocab_size
             return Prompt(_check.token_ids("prompt", request.prompt, low_length=1, vocab_size=vocabulary), chat)
         if request.text is not None:
-            return self._of_text(chat, request.text)
+            return Prompt(chat.tokenizer.encode(request.text, special=True), chat)
         messages = read_messages(request.messages or ())
-        request = attrs.evolve(request, messages=messages)
-        chain = digests(request)
+        chain = _digest_history(messages, request)
         with self._lock:
-            node, said, rest = self._find(request, chain)
+            node, said, rest = self._find(messages, chain)
             any_turns = bool(self._nodes)
         if node is not None and node.conversation is not None and node.action is not None:
             conversation, rewritten = node.conversation.fork(), False
-            conversation.add(_written_on(chat, node.action, rest), messages[said:])
+            conversation.add(_append_text(chat, node.action, rest), messages[said:])
         else:
             node, conversation = None, chat.start(messages, request.tools)
-            rewritten = any_turns and any(message.get("role") == "assistant" for message in messages)
-        if begins := _forced(chat, request):
-            conversation.begin_turn(begins)
-            chat = chat.with_options(prefill=chat.prefill + begins)
+            rewritten = any_turns and any(message["role"] == "assistant" for message in messages)
+        if beginning := _forced_beginning(chat, request):
+            conversation.begin_turn(beginning)
+            chat = chat.with_options(prefill=chat.prefill + beginning)
         tokens = conversation.prompt
         if rewritten:  # only a field that the template does not show, such as a name, may have changed
             with self._lock:
                 rewritten = self._parent(tokens) is None
         return Prompt(tokens, chat, continues=node, rewritten=rewritten, conversation=conversation, chain=chain)
 
-    def _of_text(self, chat: Chat, text: str) -> Prompt:
-        with self._lock:
-            fitting = [node for node in self._texts if node.text and text.startswith(node.text)]
-        node = max(fitting, key=lambda node: len(node.text or ""), default=None)
-        if node is None or node.text is None:
-            return Prompt(chat.tokenizer.encode(text, special=True), chat)
-        rest = chat.tokenizer.encode(text[len(node.text) :], special=True)
-        return Prompt(np.concatenate([node.tokens, rest]), chat, continues=node)
-
-    def add(self, request: Request, prompt: Prompt, choice: Choice, action: Action) -> None:
+    def add(self, prompt: Prompt, choice: Choice, action: Action) -> None:
         """Remember a completion."""
-        text = None if request.text is None else request.text + choice.text
         with self._lock:
             parent = self._parent(choice.sample.prompt, prompt.continues)
-            node = Node(len(self._nodes), choice.sample, parent, prompt.conversation, action, text)
+            node = Node(len(self._nodes), choice.sample, parent, prompt.conversation, action)
             self._nodes.append(node)
             if parent is not None:
                 parent.children.append(node)
             if prompt.conversation is not None:
                 before, open_text = prompt.chain[-1], _open_text(prompt.chat, action, choice)
-                self._turns[_next(before, policy_turn(choice))] = node
+                self._turns[_digest_next(before, choice.message)] = node
                 if open_text is not None and not choice.calls:
                     self._open.setdefault(before, []).append((open_text, node))
-            elif text is not None:
-                self._texts.append(node)
 
     def _parent(self, prompt: np.ndarray, hint: Node | None = None) -> Node | None:
         """Return the turn with the most tokens that ``prompt`` [P] begins with, or None.
@@ -318,38 +288,37 @@ class Recording:
             hint = max(longer, key=lambda node: (node.size, node.number))
             candidates = hint.children
 
-    def _find(self, request: Request, chain: Sequence[bytes]) -> tuple[Node | None, int, str]:
-        """Return the last recorded turn in the request's messages, and its position.
+    def _find(self, messages: Sequence[Message], chain: Sequence[bytes]) -> tuple[Node | None, int, str]:
+        """Return the last recorded turn in a client's messages, and its position.
 
         Args:
-            request: of a client.
-            chain: the digests of its messages; see ``digests``.
+            messages: of the client.
+            chain: their digests.
 
         Returns:
             The turn; how many messages there are up to and with it; and the client's text after the policy's in it.
             None, 0, "" if there is no such turn.
         """
-        messages = request.messages or ()
         for i in range(len(messages), 0, -1):
-            if messages[i - 1].get("role") != "assistant":
+            if messages[i - 1]["role"] != "assistant":
                 continue
             if (node := self._turns.get(chain[i])) is not None:
                 return node, i, ""
-            node, rest = self._written_on(messages[i - 1], chain[i - 1])
+            node, rest = self._find_open_turn(messages[i - 1], chain[i - 1])
             if node is not None:
                 return node, i, rest
         return None, 0, ""
 
-    def _written_on(self, message: Message, before: bytes) -> tuple[Node | None, str]:
+    def _find_open_turn(self, message: Message, before: bytes) -> tuple[Node | None, str]:
         """Return the open turn that begins the message, and the rest of it; the longest, and of those the newest."""
         if message.get("tool_calls"):
             return None, ""
         best: Node | None = None
         rest = ""
         for said, node in self._open.get(before, ()):
-            behind = _behind(message["content"], said)
-            if behind is not None and (best is None or len(behind) <= len(rest)):
-                best, rest = node, behind
+            after = _text_after(said, message["content"])
+            if after is not None and (best is None or len(after) <= len(rest)):
+                best, rest = node, after
         return best, rest
 
 
@@ -360,17 +329,16 @@ def _open_text(chat: Chat, action: Action, choice: Choice) -> str | None:
     return choice.content + action.raw.removeprefix(choice.text) if action.raw.startswith(choice.text) else None
 
 
-def _written_on(chat: Chat, action: Action, rest: str) -> Action:
+def _append_text(chat: Chat, action: Action, rest: str) -> Action:
     """Return a turn with the text that a client has added after it."""
     if not rest:
         return action
     control = chat.control
     tokens = np.concatenate([action.tokens, control.encode(control.mark(rest), first=False)])
-    raw = action.raw + rest
-    return Action(raw, tokens=tokens, raw=raw, stop_reason=action.stop_reason)
+    return Action(action.raw + rest, tokens=tokens, stop_reason=action.stop_reason)
 
 
-def _forced(chat: Chat, request: Request) -> str:
+def _forced_beginning(chat: Chat, request: Request) -> str:
     """Return the beginning of the call that the request wants to have, "" where the policy decides.
 
     A renderer writes calls in the model's own format, for which no beginning is known here: the policy decides.
@@ -384,7 +352,7 @@ def _forced(chat: Chat, request: Request) -> str:
 Credit: TypeAlias = Literal["every", "last"] | Callable[[Sequence[Branch]], Sequence[float]]
 
 
-def branch_weights(branches: Sequence[Branch], credit: Credit) -> list[float]:
+def weigh_branches(branches: Sequence[Branch], credit: Credit) -> list[float]:
     """Return how much each branch counts, >= 0.
 
     Args:
@@ -409,7 +377,7 @@ def branch_weights(branches: Sequence[Branch], credit: Credit) -> list[float]:
     return [_check.real(f"credit: weight {i}", weight, low=0.0) for i, weight in enumerate(weights)]
 
 
-def node_weights(branches: Sequence[Branch], weights: Sequence[float]) -> dict[int, float]:
+def weigh_nodes(branches: Sequence[Branch], weights: Sequence[float]) -> dict[int, float]:
     """Return number of a node -> its weight: for a turn of several branches the largest of theirs."""
     heaviest: dict[int, float] = {}
     for branch, weight in zip(branches, weights, strict=True):
@@ -418,7 +386,7 @@ def node_weights(branches: Sequence[Branch], weights: Sequence[float]) -> dict[i
     return heaviest
 
 
-def turns(nodes: Sequence[Node], weights: Mapping[int, float], reward: float = 0.0) -> list[Turn]:
+def make_turns(nodes: Sequence[Node], weights: Mapping[int, float], reward: float = 0.0) -> list[Turn]:
     """Return the nodes that count as turns; the last one has the reward."""
     counted = [node for node in nodes if weights[node.number] > 0]
     last = len(counted) - 1

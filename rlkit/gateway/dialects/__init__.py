@@ -1,1 +1,0 @@
-"""The clients' wire formats, one module for each API."""
