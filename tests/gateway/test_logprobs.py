@@ -36,6 +36,7 @@ def test_texts_are_spelled_exactly(text):
     spelled = decode_each(BYTES, tokens)
     assert "".join(spelled) == text + "<|im_end|>"
     assert all(piece.encode() for piece in spelled if piece)
+    assert decode_each(BYTES, np.array([97, 0xC3])) == ["a", "\ufffd"]  # a character that stays incomplete
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40))
