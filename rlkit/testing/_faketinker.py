@@ -368,9 +368,9 @@ _TRAINING = "tinker.lib.public_interfaces.training_client"
 
 
 def _make_client(**options: Any) -> Any:
-    """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's."""
+    """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's and no client is given."""
     fake = _live.get(str(options.get("base_url")).rstrip("/"))
-    if fake is not None:
+    if fake is not None and options.get("http_client") is None:
         httpx = importlib.import_module("httpx")
         transport = httpx.MockTransport(fake.respond)
         options["http_client"] = httpx.AsyncClient(transport=transport, base_url=fake.base_url)

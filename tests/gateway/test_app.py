@@ -295,13 +295,12 @@ def test_two_hundred_at_once(served, service):
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9)
 )
-WORDS = st.sampled_from(
-    (
-        "model messages role content tools type function name arguments tool_calls n user assistant system tool text input"
-        " prompt prompt_logprobs stop_token_ids stream max_tokens logprobs stop tool_choice call_id output instructions"
-        " echo tool_result tool_use input_text function_call function_call_output thinking top_logprobs input_schema"
-    ).split()
+OBJECTS = "model messages role content tools type function name arguments tool_calls n prompt prompt_logprobs stream"
+FIELDS = (
+    "max_tokens logprobs stop tool_choice call_id output instructions echo top_logprobs input_schema stop_token_ids"
 )
+KINDS = "user assistant system tool text input tool_result tool_use input_text function_call thinking reasoning"
+WORDS = st.sampled_from(f"{OBJECTS} {FIELDS} {KINDS} function_call_output".split())
 VALUES = st.recursive(
     LEAVES | WORDS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=5), inner, max_size=6),

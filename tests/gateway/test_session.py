@@ -542,6 +542,13 @@ def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(tool_format, para
     assert choice.calls[0].arguments["x"] in (1, "1")
 
 
+def test_arguments_without_types_are_read_by_the_schema():
+    chat = Chat(TOKENIZER, tool_format="qwen3_coder")
+    with Gateway(Scripted(TOKENIZER, [WRITTEN["qwen3_coder"]]), chat=chat) as gateway:
+        (choice,) = ask(gateway.session(), [user("Add.")], tools=[ADD]).choices
+    assert dict(choice.calls[0].arguments) == {"x": 1}
+
+
 @pytest.mark.parametrize(("n", "at_once"), [(8, 1), (1, 8), (3, 3)])
 def test_the_limit_of_tokens_holds_for_completions_that_are_drawn_at_the_same_time(n, at_once):
     drawing, refused = [], []
