@@ -84,18 +84,6 @@ def test_saved_states_are_frozen(fake):
     assert np.abs(state(fake, clients[1]).value - base).max() == pytest.approx(0.1, rel=1e-3)
 
 
-def test_other_clients_states(fake):
-    """A path can be loaded by a later session."""
-    first = fake.service_client()
-    training = first.create_lora_training_client("toy").result()
-    trained(training, 2)
-    path = training.save_state("x").result().path
-    expected = trained(training, 2)
-    first.close("success").result()
-    again = fake.service_client().create_training_client_from_state_with_optimizer(path).result()
-    assert trained(again, 2) == expected
-
-
 def test_sampler_weights_are_not_trained_from(fake):
     service = fake.service_client()
     training = service.create_lora_training_client("toy").result()
@@ -165,17 +153,6 @@ def test_listing(fake):
     assert left.cursor.total_count == 2
     with pytest.raises(tinker.NotFoundError, match="the checkpoint .* does not exist"):
         service.create_sampling_client(model_path=sampler).result()
-
-
-def test_expired_states_are_gone(fake, monkeypatch):
-    training = fake.service_client().create_lora_training_client("toy").result()
-    path = training.save_state("a", ttl_seconds=3600).result().path
-    import time
-
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 4000)
-    client = Client(fake.service, {"x-api-key": fake.api_key})
-    assert client.post("weights_info", {"tinker_path": path})[0] == 404
 
 
 @contextlib.contextmanager
