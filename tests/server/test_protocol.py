@@ -63,6 +63,7 @@ def test_a_request_that_never_comes(make):
         assert answer["category"] == "user"
         assert "seq_id 1, never arrived" in answer["error"]
     client.result(client.step(model, 1))
+    client.service.runs[model].worker.drain()
     assert steps(client) == [1]  # what was given up is not carried out later
 
 
@@ -159,6 +160,7 @@ def test_a_request_is_cancelled(make, monkeypatch):
     assert client.post("cancel_future", accepted) == (200, {})
     client.result(client.step(model, 1))
     assert client.post("retrieve_future", accepted)[0] == 410
+    client.service.runs[model].worker.drain()
     assert steps(client) == [1]
 
 

@@ -124,6 +124,21 @@ def test_a_save_that_fails_gives_its_name_back(fake, monkeypatch):
     assert client.post("save_weights", {"model_id": model, "seq_id": 2, "path": "a"})[0] == 200
 
 
+def test_a_state_is_loaded_into_a_model_that_exists(fake, monkeypatch):
+    """In the order of its requests, by which the model before is freed; a request makes the run a recent one."""
+    client = Client(fake.service, {"x-api-key": fake.api_key})
+    model, closed = client.model(), []
+    run = fake.service.runs[model]
+    path = client.result(client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+    before, run.last_request = run.model, 0.0
+    monkeypatch.setattr(before, "close", lambda: closed.append(before))
+    load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
+    assert client.result(client.post("load_weights", load)) == {"path": path, "model_id": model, "type": "load_weights"}
+    assert closed == [before]
+    assert run.model is not before
+    assert run.last_request > 0
+
+
 def test_listing(fake):
     """The REST client lists runs and states, changes and deletes them."""
     service, rest = fake.service_client(), fake.rest_client()
