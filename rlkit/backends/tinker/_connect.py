@@ -20,7 +20,7 @@ from rlkit.backends.tinker._failures import deadline_error, forbid_resending, hi
 from rlkit.backends.tinker._paths import SavedState, check_path, read_state
 from rlkit.backends.tinker._sampler import TinkerSampler
 from rlkit.backends.tokenizers import reason_of, tokenizer_from
-from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, UnsupportedError
+from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
@@ -47,12 +47,7 @@ def open_service(
         BackendError: nothing listens at an address on this machine.
         BackendTimeout: the service does not answer.
     """
-    options = {"base_url": base_url, "api_key": api_key, "project": project}
-    for name, value in options.items():
-        if value is not None and client is not None:
-            raise ConfigError(f"{name} cannot be combined with client=, which already has a connection")
-        if value is not None and (not isinstance(value, str) or not value):
-            raise ConfigError(f"{name}: expected a non-empty string, or None to read the environment")
+    _check_texts(client, base_url=base_url, api_key=api_key, project=project)
     address = base_url or os.environ.get("TINKER_BASE_URL") or None
     made = _make_client(address, api_key, project) if client is None else client
     _check.require(hasattr(made, "create_lora_training_client"), "client", made, "a tinker.ServiceClient")
@@ -67,12 +62,22 @@ def open_service(
         run_within(seconds, open_session)
     except BackendTimeout as error:
         raise deadline_error(f"connect to {redact(address or 'the Tinker service')}", seconds) from error
+    except RlkitError:
+        raise
     except Exception as error:
         if "The api_key client option must be set" in str(error):
             how = "set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
             raise ConfigError(f"connect: no API key; {how}") from error
         raise translate_error("connect", error) from error
     return made
+
+
+def _check_texts(client: object, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None and client is not None:
+            raise ConfigError(f"{name} cannot be combined with client=, which already has a connection")
+        if value is not None and (not isinstance(value, str) or not value):
+            raise ConfigError(f"{name}: expected a non-empty string, or None to read the environment")
 
 
 def _make_client(address: str | None, key: str | None, project: str | None) -> ServiceClient:

@@ -7,12 +7,22 @@ import contextlib
 import json
 import logging
 import re
+import threading
 import time
 import traceback
+import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlkit._secrets import add_secret, redact
-from rlkit.errors import BackendError, BackendTimeout, CheckpointError, RlkitError, StepOutcomeUnknown
+from rlkit.errors import (
+    BackendError,
+    BackendTimeout,
+    CheckpointError,
+    RlkitError,
+    StepOutcomeUnknown,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -135,17 +145,18 @@ class NoResend:
 
     Args:
         inner: sends; an ``httpx.AsyncBaseTransport``, as this is, without httpx being imported before it is needed.
+        deduplicates: set once the server says that it recognises repeated requests.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._deduplicates = False  # until the server says so
+    def __init__(self, inner: Any, deduplicates: threading.Event) -> None:
+        self._inner, self._deduplicates = inner, deduplicates
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to ``request``."""
         import httpx
 
-        once = not self._deduplicates and request.url.path.endswith(("/optim_step", "/forward_backward"))
+        path, known = request.url.path, self._deduplicates
+        once = not known.is_set() and path.endswith(("/optim_step", "/forward_backward"))
         try:
             response: httpx.Response = await self._inner.handle_async_request(request)
             if once:
@@ -154,11 +165,13 @@ class NoResend:
             if not once or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
                 raise  # it never arrived
             return self._give_up(request, f"the answer was lost ({type(error).__name__}: {error})")
-        self._deduplicates = self._deduplicates or response.headers.get(_DEDUPLICATES) == "1"
-        if response.status_code >= 500 and request.url.path.endswith("/retrieve_future"):
+        status = response.status_code
+        if response.headers.get(_DEDUPLICATES) == "1":
+            known.set()
+        if path.endswith("/retrieve_future") and (status == 408 or status >= 500):
             await asyncio.sleep(_PAUSE)  # the SDK asks again at once
-        if once and not self._deduplicates and _repeats_after(response):
-            return self._give_up(request, f"the service answered {response.status_code}: {response.text[:200]}")
+        if once and not known.is_set() and _repeats_after(response):
+            return self._give_up(request, f"the service answered {status}: {response.text[:200]}")
         return response
 
     def _give_up(self, request: httpx.Request, why: str) -> httpx.Response:
@@ -180,23 +193,38 @@ def _repeats_after(response: httpx.Response) -> bool:
 
 
 def forbid_resending(holder: InternalClientHolder) -> None:
-    """Make all connections of a client that was just opened send through ``NoResend``.
+    """Make all that an open client sends from now on go through ``NoResend``.
 
-    The SDK copies its options whenever it opens connections of another kind: those for training are still to come.
+    Raises:
+        UnsupportedError: the SDK has moved what this replaces.
     """
     import tinker
     from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
-    async def guard() -> None:
-        with holder.aclient(ClientConnectionPoolType.SESSION) as client:
-            http: Any = client._client  # noqa: SLF001  # the SDK has no other way to its transport
-            http._transport = NoResend(http._transport)  # noqa: SLF001
-            http._mounts = {key: x and NoResend(x) for key, x in http._mounts.items()}  # noqa: SLF001  # of proxies
-            holder._constructor_kwargs["http_client"] = http  # noqa: SLF001
-            # Its answer says whether the server recognises repeated requests.
+    lend, guarded, deduplicates = holder.aclient, weakref.WeakSet[Any](), threading.Event()
+
+    @contextlib.contextmanager
+    def aclient(kind: ClientConnectionPoolType) -> Iterator[Any]:
+        """Lend an HTTP client of the SDK; each is guarded when it is lent first."""
+        with lend(kind) as client:
+            http = client._client  # noqa: SLF001  # the SDK has no other way to its transport
+            if http not in guarded:
+                guarded.add(http)
+                http._transport = NoResend(http._transport, deduplicates)  # noqa: SLF001
+                mounts = http._mounts.items()  # noqa: SLF001  # of proxies
+                http._mounts = {key: x and NoResend(x, deduplicates) for key, x in mounts}  # noqa: SLF001
+            yield client
+
+    async def ask() -> None:
+        """Ask what says whether the server recognises repeated requests."""
+        with aclient(ClientConnectionPoolType.SESSION) as client:
             await client.service.client_config(request=tinker.types.ClientConfigRequest(sdk_version=tinker.__version__))
 
-    holder.run_coroutine_threadsafe(guard()).result()
+    try:
+        holder.aclient = aclient
+        holder.run_coroutine_threadsafe(ask()).result()
+    except AttributeError as error:
+        raise UnsupportedError(f"rlkit needs tinker 0.38, or a later one with its connections: {error}") from error
 
 
 class _HideKeys(logging.Filter):

@@ -96,8 +96,7 @@ class TinkerSampler(Resource):
         Raises:
             UnsupportedError: at a temperature other than 1, which the service cannot score at.
         """
-        self._check_open()
-        array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = self._check_tokens("logprobs(tokens)", tokens)
         if _check.temperature("logprobs(temperature)", temperature, zero=False) != 1.0:
             raise UnsupportedError(
                 f"logprobs(temperature={temperature}): the service scores at temperature 1 only; sample and score at "
@@ -107,20 +106,17 @@ class TinkerSampler(Resource):
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, logprobs), each [T, k]. See ``TopK``."""
-        self._check_open()
-        array = check_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = self._check_tokens("top_logprobs(tokens)", tokens)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
         def finish(response: types.SampleResponse) -> tuple[np.ndarray, np.ndarray]:
             top = response.topk_prompt_logprobs_np
             if top is None:
                 raise UnsupportedError("top_logprobs: the service returned none; this model may not support them")
-            ids = np.zeros((array.size, k), np.int64)
-            logprobs = np.zeros((array.size, k), np.float32)
-            rows = min(top.token_ids.shape[0], array.size)
+            ids, logprobs = np.zeros((array.size, k), np.int64), np.zeros((array.size, k), np.float32)
             width = min(k, top.token_ids.shape[1])
-            ids[1:rows, :width] = top.token_ids[1:rows, :width]
-            logprobs[1:rows, :width] = top.logprobs[1:rows, :width]
+            ids[1:, :width] = top.token_ids[1 : array.size, :width]
+            logprobs[1:, :width] = top.logprobs[1 : array.size, :width]
             return ids, logprobs
 
         return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
@@ -129,8 +125,7 @@ class TinkerSampler(Resource):
         """Return float32 [T, K]. See ``TargetLogprobs``."""
         from tinker import types
 
-        self._check_open()
-        array = check_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = self._check_tokens("target_logprobs(tokens)", tokens)
         wanted = check_targets(targets, array.size, self.tokenizer.vocab_size)
         if array.size == 1 or (wanted[1:] < 0).all():
             return Future.of(np.zeros(wanted.shape, np.float32))
@@ -199,6 +194,10 @@ class TinkerSampler(Resource):
             return finish(await self.client.sample(text, 1, params, **options))
 
         return self._calls.request(call, ask)
+
+    def _check_tokens(self, where: str, tokens: TokenIds) -> np.ndarray:
+        self._check_open()
+        return check_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
 
     def _check_open(self) -> None:
         if self._closed:

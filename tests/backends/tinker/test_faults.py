@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,8 +175,8 @@ def test_what_the_matrix_calls_a_problem():
 class Losing:
     """A transport that loses the answer of the first optimizer step: an error, or a status instead of it."""
 
-    def __init__(self, inner, lost):
-        self.inner, self.left = inner, [lost]
+    def __init__(self, inner, left):
+        self.inner, self.left = inner, left
 
     async def handle_async_request(self, request):
         response = await self.inner.handle_async_request(request)
@@ -199,8 +201,11 @@ def test_a_step_whose_answer_is_lost(lost, dedupe):
     made = _failures.NoResend
     for guarded in (False, True):
         with pytest.MonkeyPatch.context() as patch, FakeTinker(dedupe=dedupe) as fake:
-            wrap = made if guarded else lambda inner: inner
-            patch.setattr(_failures, "NoResend", lambda inner, wrap=wrap: wrap(Losing(inner, lost)))
+
+            def transport(inner, event, guarded=guarded, left=[lost]):  # noqa: B006  # lost once, whichever client
+                return made(Losing(inner, left), event) if guarded else Losing(inner, left)
+
+            patch.setattr(_failures, "NoResend", transport)
             with connect(fake) as policy:
                 step = stepping(policy)
                 if guarded and not dedupe:
@@ -209,6 +214,10 @@ def test_a_step_whose_answer_is_lost(lost, dedupe):
                 else:
                     step.result()
             assert count_steps(fake, 1 if guarded or dedupe else 2) == (1 if guarded or dedupe else 2)
+
+
+def guard(inner=None):
+    return _failures.NoResend(inner, threading.Event())
 
 
 def sent(transport, *answers, path="optim_step"):
@@ -244,22 +253,22 @@ def test_answers_after_which_the_sdk_sends_again(path):
         {"status_code": 400},
         asking,
     ):
-        answer = sent(_failures.NoResend(None), lost, path=path)
+        answer = sent(guard(), lost, path=path)
         assert (answer.status_code, answer.headers["x-should-retry"]) == (424, "false"), lost
         assert f"{lost['status_code']}: {lost.get('text', '')}" in answer.json()["detail"]
-        assert sent(_failures.NoResend(None), lost, path="asample").status_code == lost["status_code"]
+        assert sent(guard(), lost, path="asample").status_code == lost["status_code"]
     for status in (200, 307, 400, 401, 404, 422):
         said = {"status_code": status, "json": {"detail": "no"}}
-        assert sent(_failures.NoResend(None), said, path=path).status_code == status
+        assert sent(guard(), said, path=path).status_code == status
     for error in (httpx.ReadError("reset"), httpx.ReadTimeout("late"), ValueError("anything")):
-        answer = sent(_failures.NoResend(None), error, path=path)
+        answer = sent(guard(), error, path=path)
         assert f"lost ({type(error).__name__}: {error})" in answer.json()["detail"]
     for error in (httpx.ConnectError("refused"), httpx.ConnectTimeout("late"), httpx.PoolTimeout("full")):
-        assert sent(_failures.NoResend(None), error, path=path) is error  # it never arrived
+        assert sent(guard(), error, path=path) is error  # it never arrived
 
 
 def test_a_server_says_that_it_recognises_repeats():
-    transport = _failures.NoResend(None)
+    transport = guard()
     assert sent(transport, {"status_code": 200, "headers": {"X-Rlkit-Deduplicates": "1"}}, path="client/config")
     assert sent(transport, {"status_code": 200}, {"status_code": 503}).status_code == 503
     error = httpx.ReadError("reset")
@@ -278,13 +287,23 @@ def test_a_connection_that_breaks_in_the_middle_of_an_answer():
     async def ask():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            http = httpx.AsyncClient(transport=_failures.NoResend(httpx.AsyncHTTPTransport()))
+            http = httpx.AsyncClient(transport=guard(httpx.AsyncHTTPTransport()))
             return await http.post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/optim_step")
 
     whole = True
     assert asyncio.run(ask()).json() == {"request_id": "x"}
     whole = False
     assert asyncio.run(ask()).status_code == 424
+
+
+def test_an_sdk_whose_clients_are_others():
+    """Is refused, where resending has to be forbidden."""
+    holder = SimpleNamespace(
+        aclient=lambda _: contextlib.nullcontext(object()),
+        run_coroutine_threadsafe=lambda coroutine: SimpleNamespace(result=lambda: asyncio.run(coroutine)),
+    )
+    with pytest.raises(rlkit.UnsupportedError, match=r"needs tinker 0\.38.*'_client'"):
+        _failures.forbid_resending(holder)
 
 
 def test_logprobs_are_asked_for_again_where_repeats_are_recognised(fake):
@@ -521,15 +540,17 @@ def test_a_mistake_that_shows_at_once_raises_in_the_call(fake):
 @pytest.mark.parametrize("call", ["forward", "forward_backward"])
 def test_a_slow_loss_holds_up_no_sample(fake, call):
     """Losses run outside of the SDK's loop, which has heartbeats and other calls."""
-    sampled = threading.Event()
+    began, sampled = threading.Event(), threading.Event()
 
     def wait(value):
+        began.set()
         assert sampled.wait(30)
         return value
 
     with connect(fake) as policy:
         sampler = policy.sampler().result()
         slow = getattr(policy, call)(DATA, Late(wait))
+        assert began.wait(30)
         sampler.sample([65], PARAMS).result()
         assert not slow.done()
         sampled.set()
@@ -549,7 +570,9 @@ def test_a_fork_is_refused(fake, monkeypatch):
             for call in (lambda: policy.forward(DATA), lambda: sampler.sample([65], PARAMS), policy.saved):
                 with pytest.raises(rlkit.BackendError, match="a fork does not copy its thread"):
                     call()
+            policy._calls._last = concurrent.futures.Future()
             policy._calls.close()
+            policy._calls._last = None
 
 
 def test_an_interrupted_call_ends_the_policy(fake, monkeypatch):

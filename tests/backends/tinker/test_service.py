@@ -296,6 +296,8 @@ class TestInFlight:
         assert not futures[-1].done()
         trained = [x.operation for x in fake.applied if x.operation in ("forward_backward", "optim_step")]
         assert trained == ["forward_backward", "optim_step"] * 3
+        policy.close()  # which finishes what was sent
+        assert all(future.done() for future in futures)
         for future in futures:
             future.result()
 
