@@ -327,6 +327,18 @@ def test_a_key():
         assert client.get("healthz")[0] == 403
 
 
+def test_a_body_that_grows_too_large(make, monkeypatch):
+    """Is refused while it is read, and not read again for its seq_id."""
+    monkeypatch.setattr(_app, "_BODY_LIMIT", 1000)
+
+    async def parts():
+        for _ in range(20):
+            yield b"x" * 100
+
+    status, answer = make().post("optim_step", parts())
+    assert (status, "at most 1000 bytes" in answer["detail"]) == (413, True)
+
+
 def test_sessions(make):
     """One that was finished answers 410 and frees what it had; it may be finished twice."""
     client = make()
@@ -337,6 +349,7 @@ def test_sessions(make):
     assert client.sample(sampler)[0] == 410
     assert client.post(f"sessions/{client.session}/finish", {})[0] == 200
     assert client.post("sessions/x/finish", {})[0] == 404
+    assert client.service.samplers == {}
     until_freed(client, model)
 
 
