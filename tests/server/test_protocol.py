@@ -298,7 +298,7 @@ def _make_sparse(message, shape, rows):
         (lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.SetInParent(), "two dimensions"),
         (lambda m: _make_sparse(m, [2, 3], [0, 1, 5]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 3], [1, 1, 2]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 3], [0, 2, 1]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [3, 3], [0, 2, 1, 2]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 3], [0, 1]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 2], [0, 1, 2]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 10**12], [0, 1, 2]), "bounded size"),

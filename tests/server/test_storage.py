@@ -111,6 +111,9 @@ def test_names(fake):
         assert status == 400, name
         assert "expected 1 to 100 letters" in message
     assert save(3, path="b", ttl_seconds=60)[0] == 400
+    waiting = {"model_id": model, "path": "c"}  # it is not saved yet, and its name is taken
+    assert client.post("save_weights", {**waiting, "seq_id": 5})[0] == 200
+    assert client.post("save_weights", {**waiting, "seq_id": 6})[0] == 400
     assert save(3)["path"].endswith("/weights/000003")
 
 
@@ -275,8 +278,10 @@ def test_an_index_keeps_all_of_a_state(tmp_path):
     lora = rlkit.Lora(rank=4, target_modules=("q_proj",))
     notes = {"metadata": {"a": "b"}, "run_metadata": {"c": 1}}
     state = SavedState("tinker://r/weights/a", str(tmp_path), "toy", lora, 1.0, 1e12, **notes)
-    SavedStates(tmp_path, print).add(state)
-    (found,) = SavedStates(tmp_path, print).list()
+    states = SavedStates(tmp_path, print)
+    states.add(state)
+    states.add(SavedState("tinker://r/weights/b", "tinker://x/weights/b", "toy", lora, 1.0))  # on a service, no path
+    found, _ = SavedStates(tmp_path, print).list()
     assert [getattr(found, x.name) for x in attrs.fields(SavedState)] == [
         getattr(state, x.name) for x in attrs.fields(SavedState)
     ]
