@@ -139,8 +139,7 @@ class Results:
     def _forget(self, accepted: Accepted) -> None:
         del self._all[accepted.request_id]
         self._read.pop(accepted.request_id, None)
-        if self._keys.get(accepted.key) == accepted.request_id:
-            del self._keys[accepted.key]
+        self._keys.pop(accepted.key, None)
 
 
 class Service(Resource):

@@ -138,70 +138,60 @@ def _find_run(service: Service, model_id: str) -> TrainingRun:
 def _start_run(
     service: Service,
     call: types.CreateModelRequest | types.LoadWeightsRequest,
-    prepare: Callable[[], tuple[str, Lora, Callable[[TrainingRun], Response]]],
+    base: str,
+    lora: Lora,
+    job: Callable[[TrainingRun], Response],
 ) -> Response:
-    """Accept a request that makes a model; ``prepare`` returns its base, its adapter and the job."""
+    """Accept a request that makes a model, of that base and with that adapter."""
     session = service.find_session(call.session_id or "")
     model_id = f"{session.session_id}:train:{call.model_seq_id}"
+    if call.optimizer_config is not None and call.optimizer_config.type != "adamw":
+        raise UnsupportedError(f"optimizer {call.optimizer_config.type!r} is not offered by this server; it has: adamw")
 
-    def prepare_run() -> Callable[[], Response]:
-        if call.optimizer_config is not None and call.optimizer_config.type != "adamw":
-            kind = call.optimizer_config.type
-            raise UnsupportedError(f"optimizer {kind!r} is not offered by this server; it has: adamw")
-        base, lora, job = prepare()
+    def prepare() -> Callable[[], Response]:
         if model_id in service.runs:  # asked for twice, and repeats are not recognised
             service.runs[model_id].close()
         worker = Worker(f"serve-{model_id}")
-        run = TrainingRun(model_id, base, lora, call.user_metadata, worker, RequestOrder(worker.submit))
+        order = RequestOrder(worker.submit)
+        run = TrainingRun(model_id, service.check_name(base), lora, call.user_metadata, worker, order)
         service.runs[model_id] = run
-        return lambda: job(run)
+        return functools.partial(job, run)
 
     def start(_: Accepted, carry_out: Callable[[], None]) -> None:
         service.runs[model_id].worker.submit(carry_out)
 
-    return service.accept((model_id, 0), call.type, prepare_run, start, model_id=model_id)
+    return service.accept((model_id, 0), call.type, prepare, start, model_id=model_id)
 
 
 async def create_model(service: Service, request: Request) -> Response:
     """Make a new model to train."""
     call = await read(request, types.CreateModelRequest)
+    lora = Lora(**({"train_unembed": True} if call.lora_config is None else dict(call.lora_config)))
+    if lora.rank > service.max_rank:
+        raise DataError(f"lora_config.rank is {lora.rank}; this server's limit is {service.max_rank}")
 
-    def prepare() -> tuple[str, Lora, Callable[[TrainingRun], Response]]:
-        lora = Lora(**({"train_unembed": True} if call.lora_config is None else dict(call.lora_config)))
-        if lora.rank > service.max_rank:
-            raise DataError(f"lora_config.rank is {lora.rank}; this server's limit is {service.max_rank}")
+    def job(run: TrainingRun) -> Response:
+        run.model = service.models.create(lora)
+        return answer(types.CreateModelResponse(model_id=run.model_id))
 
-        def job(run: TrainingRun) -> Response:
-            run.model = service.models.create(lora)
-            return answer(types.CreateModelResponse(model_id=run.model_id))
-
-        return service.check_name(call.base_model), lora, job
-
-    return _start_run(service, call, prepare)
+    return _start_run(service, call, call.base_model, lora, job)
 
 
 async def load_weights(service: Service, request: Request) -> Response:
     """Make a model from a saved one, or load another state into an existing model."""
     call = await read(request, types.LoadWeightsRequest)
+    state = service.saved.find(call.path, "weights")
 
-    def load(run: TrainingRun, state: SavedState) -> Response:
+    def job(run: TrainingRun) -> Response:
         old, run.model = run.model, service.models.load(state.handle, optimizer=call.optimizer)
         if old is not None:
             old.close()
         return answer(types.LoadWeightsResponse(path=state.path, model_id=run.model_id, type="load_weights"))
 
-    if call.model_id is not None:
-        run = _find_run(service, call.model_id)
-        return _accept(
-            service, run, call, lambda: functools.partial(load, run, service.saved.find(call.path, "weights"))
-        )
-
-    def prepare() -> tuple[str, Lora, Callable[[TrainingRun], Response]]:
-        state = service.saved.find(call.path, "weights")
-        base = service.check_name(call.base_model or state.base_model)
-        return base, state.lora, lambda run: load(run, state)
-
-    return _start_run(service, call, prepare)
+    if call.model_id is None:
+        return _start_run(service, call, call.base_model or state.base_model, state.lora, job)
+    run = _find_run(service, call.model_id)
+    return _accept(service, run, call, lambda: functools.partial(job, run))
 
 
 async def get_info(service: Service, request: Request) -> Response:

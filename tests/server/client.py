@@ -22,7 +22,7 @@ class Client:
         self.session = self.post("create_session", SESSION)[1]["session_id"]
 
     def post(self, path, body, *, method="POST", **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) or hasattr(body, "__aiter__") else json.dumps(body).encode()
 
         async def ask():
             async with httpx.AsyncClient(transport=httpx.ASGITransport(self.service.app)) as client:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import http.client
 import json
@@ -227,20 +226,3 @@ def test_the_command_refuses(arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_clients_in_threads(server):
-    """A service client in each of eight threads."""
-
-    def work(k):
-        service = tinker.ServiceClient(base_url=server.url, api_key="tml-x")
-        training = service.create_lora_training_client("toy").result()
-        for _ in range(3):
-            training.forward_backward([datum([k, k, k], weights=1.0)], "cross_entropy")
-            training.optim_step(types.AdamParams(learning_rate=0.1)).result()
-        loss = training.forward([datum([k, k, k], weights=1.0)], "cross_entropy").result().metrics["loss:sum"]
-        service.close("success").result()
-        return loss
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert max(pool.map(work, range(60, 68))) < 5.0

@@ -71,6 +71,8 @@ def test_a_gradient_of_zeros_is_one(name):
         _, metrics = model.run(rows(name, own=False), hosted(name, {}), backward=True)
         assert metrics["loss:sum"] == 0.0
         assert model.step(rlkit.Adam())["grad_norm:mean"] == 0.0
+        model.run(rows(name), hosted(name, {}), backward=False)
+        assert model.step(rlkit.Adam())["grad_norm:mean"] == 0.0  # without a gradient it is zero
 
 
 @for_each("name", ["cross_entropy", "importance_sampling", "ppo", "cispo"])

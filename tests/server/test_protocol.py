@@ -63,6 +63,7 @@ def test_a_request_that_never_comes(make):
         assert answer["category"] == "user"
         assert "seq_id 1, never arrived" in answer["error"]
     client.result(client.step(model, 1))
+    client.service.runs[model].worker.drain()
     assert steps(client) == [1]  # what was given up is not carried out later
 
 
@@ -159,6 +160,7 @@ def test_a_request_is_cancelled(make, monkeypatch):
     assert client.post("cancel_future", accepted) == (200, {})
     client.result(client.step(model, 1))
     assert client.post("retrieve_future", accepted)[0] == 410
+    client.service.runs[model].worker.drain()
     assert steps(client) == [1]
 
 
@@ -296,7 +298,7 @@ def _make_sparse(message, shape, rows):
         (lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.SetInParent(), "two dimensions"),
         (lambda m: _make_sparse(m, [2, 3], [0, 1, 5]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 3], [1, 1, 2]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 3], [0, 2, 1]), "indices do not fit"),
+        (lambda m: _make_sparse(m, [3, 3], [0, 2, 1, 2]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 3], [0, 1]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 2], [0, 1, 2]), "indices do not fit"),
         (lambda m: _make_sparse(m, [2, 10**12], [0, 1, 2]), "bounded size"),
@@ -325,6 +327,18 @@ def test_a_key():
         assert client.get("healthz")[0] == 403
 
 
+def test_a_body_that_grows_too_large(make, monkeypatch):
+    """Is refused while it is read, and not read again for its seq_id."""
+    monkeypatch.setattr(_app, "_BODY_LIMIT", 1000)
+
+    async def parts():
+        for _ in range(20):
+            yield b"x" * 100
+
+    status, answer = make().post("optim_step", parts())
+    assert (status, "at most 1000 bytes" in answer["detail"]) == (413, True)
+
+
 def test_sessions(make):
     """One that was finished answers 410 and frees what it had; it may be finished twice."""
     client = make()
@@ -335,6 +349,7 @@ def test_sessions(make):
     assert client.sample(sampler)[0] == 410
     assert client.post(f"sessions/{client.session}/finish", {})[0] == 200
     assert client.post("sessions/x/finish", {})[0] == 404
+    assert client.service.samplers == {}
     until_freed(client, model)
 
 

@@ -59,20 +59,6 @@ def test_custom_loss(service):
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_both_learn_alike(tmp_path):
-    """The fake's exact model and a toy backend behind a socket give the same numbers."""
-    curves = []
-    with FakeTinker(seed=0) as fake:
-        curves.append((sdk.supervised(fake.service_client(), "toy", 6)[1], sdk.grpo(fake.service_client(), "toy", 3)))
-        connect = functools.partial(rlkit.connect, "toy", folder=tmp_path)
-        with serve(connect, names=("toy",), seed=0) as server:
-            client = tinker.ServiceClient(base_url=server.url, api_key="tml-anything")
-            curves.append((sdk.supervised(client, "toy", 6)[1], sdk.grpo(client, "toy", 3)))
-            client.close("success").result(timeout=60)
-    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-6)
-    assert curves[0][1] == pytest.approx(curves[1][1], rel=1e-9)
-
-
 def test_several_clients_at_once(tmp_path):
     """Three clients with a model each train beside each other, and none sees another's."""
     connect = functools.partial(rlkit.connect, "toy", folder=tmp_path)

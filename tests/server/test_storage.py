@@ -84,18 +84,6 @@ def test_saved_states_are_frozen(fake):
     assert np.abs(state(fake, clients[1]).value - base).max() == pytest.approx(0.1, rel=1e-3)
 
 
-def test_other_clients_states(fake):
-    """A path can be loaded by a later session."""
-    first = fake.service_client()
-    training = first.create_lora_training_client("toy").result()
-    trained(training, 2)
-    path = training.save_state("x").result().path
-    expected = trained(training, 2)
-    first.close("success").result()
-    again = fake.service_client().create_training_client_from_state_with_optimizer(path).result()
-    assert trained(again, 2) == expected
-
-
 def test_sampler_weights_are_not_trained_from(fake):
     service = fake.service_client()
     training = service.create_lora_training_client("toy").result()
@@ -123,6 +111,9 @@ def test_names(fake):
         assert status == 400, name
         assert "expected 1 to 100 letters" in message
     assert save(3, path="b", ttl_seconds=60)[0] == 400
+    waiting = {"model_id": model, "path": "c"}  # it is not saved yet, and its name is taken
+    assert client.post("save_weights", {**waiting, "seq_id": 5})[0] == 200
+    assert client.post("save_weights", {**waiting, "seq_id": 6})[0] == 400
     assert save(3)["path"].endswith("/weights/000003")
 
 
@@ -134,6 +125,21 @@ def test_a_save_that_fails_gives_its_name_back(fake, monkeypatch):
         answer = client.result(client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
     assert answer == {"error": "ZeroDivisionError: division by zero", "category": "server"}
     assert client.post("save_weights", {"model_id": model, "seq_id": 2, "path": "a"})[0] == 200
+
+
+def test_a_state_is_loaded_into_a_model_that_exists(fake, monkeypatch):
+    """In the order of its requests, by which the model before is freed; a request makes the run a recent one."""
+    client = Client(fake.service, {"x-api-key": fake.api_key})
+    model, closed = client.model(), []
+    run = fake.service.runs[model]
+    path = client.result(client.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+    before, run.last_request = run.model, 0.0
+    monkeypatch.setattr(before, "close", lambda: closed.append(before))
+    load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
+    assert client.result(client.post("load_weights", load)) == {"path": path, "model_id": model, "type": "load_weights"}
+    assert closed == [before]
+    assert run.model is not before
+    assert run.last_request > 0
 
 
 def test_listing(fake):
@@ -165,17 +171,6 @@ def test_listing(fake):
     assert left.cursor.total_count == 2
     with pytest.raises(tinker.NotFoundError, match="the checkpoint .* does not exist"):
         service.create_sampling_client(model_path=sampler).result()
-
-
-def test_expired_states_are_gone(fake, monkeypatch):
-    training = fake.service_client().create_lora_training_client("toy").result()
-    path = training.save_state("a", ttl_seconds=3600).result().path
-    import time
-
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 4000)
-    client = Client(fake.service, {"x-api-key": fake.api_key})
-    assert client.post("weights_info", {"tinker_path": path})[0] == 404
 
 
 @contextlib.contextmanager
@@ -283,8 +278,10 @@ def test_an_index_keeps_all_of_a_state(tmp_path):
     lora = rlkit.Lora(rank=4, target_modules=("q_proj",))
     notes = {"metadata": {"a": "b"}, "run_metadata": {"c": 1}}
     state = SavedState("tinker://r/weights/a", str(tmp_path), "toy", lora, 1.0, 1e12, **notes)
-    SavedStates(tmp_path, print).add(state)
-    (found,) = SavedStates(tmp_path, print).list()
+    states = SavedStates(tmp_path, print)
+    states.add(state)
+    states.add(SavedState("tinker://r/weights/b", "tinker://x/weights/b", "toy", lora, 1.0))  # on a service, no path
+    found, _ = SavedStates(tmp_path, print).list()
     assert [getattr(found, x.name) for x in attrs.fields(SavedState)] == [
         getattr(state, x.name) for x in attrs.fields(SavedState)
     ]
