@@ -265,8 +265,7 @@ class FakeTinker:
         fault = self._take_fault(endpoint, operation)
         if endpoint not in _QUIET:
             self._seen.append(SeenRequest(endpoint, operation, time.monotonic(), fault))
-        if self.latency:
-            await asyncio.sleep(self.latency)
+        await asyncio.sleep(self.latency)  # also of 0: an SDK that asks again at once would block its own loop
         if fault is not None and fault.when == "before" and (failed := await self._fail(fault, endpoint, request)):
             return failed
         answer = await httpx.ASGITransport(self.service.app).handle_async_request(request)
@@ -373,7 +372,11 @@ def _make_client(**options: Any) -> Any:
     if fake is not None and options.get("http_client") is None:
         httpx = importlib.import_module("httpx")
         transport = httpx.MockTransport(fake.respond)
-        options["http_client"] = httpx.AsyncClient(transport=transport, base_url=fake.base_url)
+        options["http_client"] = httpx.AsyncClient(
+            transport=transport,
+            base_url=fake.base_url,
+            follow_redirects=True,  # as the SDK's own client
+        )
     return _find_original(_HOLDER, "AsyncTinker")(**options)
 
 

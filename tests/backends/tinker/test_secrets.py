@@ -11,6 +11,7 @@ import pickle
 import threading
 import traceback
 
+import httpx
 import pytest
 
 import rlkit
@@ -144,3 +145,22 @@ def test_addresses_that_would_show_the_key(url, monkeypatch):
 def test_addresses_that_may_be_used():
     for url in ("http://127.0.0.1:9", "http://localhost:9", "http://[::1]:9", "https://example.com/a/b"):
         assert _connect.check_address(url) is url.startswith("http:")
+
+
+def test_the_key_does_not_follow_a_redirect(monkeypatch):
+    """The SDK would send it along to wherever the answer of a server leads."""
+    paths, respond = [], FakeTinker.respond
+
+    async def redirect(fake, request):
+        paths.append(request.url.path)
+        if request.url.path.endswith("/forward_backward"):
+            return httpx.Response(307, headers={"location": f"{fake.base_url}/elsewhere"}, request=request)
+        return await respond(fake, request)
+
+    monkeypatch.setattr(FakeTinker, "respond", redirect)
+    with FakeTinker() as fake:
+        policy = rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key)
+        with pytest.raises(rlkit.BackendError, match="307"):
+            policy.forward_backward([rlkit.Datum([65, 66], [0, 1])], "cross_entropy").result()
+        policy.close()
+    assert "/elsewhere" not in paths
