@@ -294,7 +294,7 @@ async def _report_version(_: HttpRequest) -> Response:
 
 
 async def _refuse(request: HttpRequest, error: HTTPException) -> Response:
-    """Return the response to a path or method that there is not, or to what the guard refuses."""
+    """Return the response to an unknown path or method, and to a request that the guard refuses."""
     what, code, headers = error.detail, None, dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
         what, code = "this gateway has no such endpoint", "not_found"

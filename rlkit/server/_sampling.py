@@ -96,9 +96,10 @@ def _drop_others(service: Service) -> None:
 
 def _find_sampler(service: Service, sampler_id: str) -> SamplerSession:
     service.find_session(sampler_id.partition(":sample:")[0])
-    if sampler_id not in service.samplers:
+    sampler = service.samplers.pop(sampler_id, None)  # in one step: another thread may drop it
+    if sampler is None:
         raise HTTPException(404, _dropped(sampler_id))
-    sampler = service.samplers[sampler_id] = service.samplers.pop(sampler_id)  # the last one used
+    service.samplers[sampler_id] = sampler  # the last one used
     return sampler
 
 

@@ -67,7 +67,7 @@ def translate_error(call: str, error: BaseException, *, path: str | None = None)
     """Return the error to raise instead of ``error``, which becomes its cause; a user's own stays as it is.
 
     Args:
-        call: what was being done; of "optim_step" it is said whether its outcome is known.
+        call: what was being done. The error of an "optim_step" says whether the step may have been applied.
         error: what the SDK raised.
         path: it was about this saved state.
     """
