@@ -7,7 +7,6 @@ request that arrives twice, because its first answer was lost, is carried out on
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import logging
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from rlkit.server import _sampling, _saved, _training
 from rlkit.server._models import Models, toy_models
 from rlkit.server._wire import answer, read, read_turn
 
-__all__ = ["Accepted", "AppliedOperation", "ClientSession", "Key", "Service"]
+__all__ = ["Accepted", "AppliedOperation", "ClientSession", "Job", "Key", "Service"]
 
 _log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
@@ -46,6 +45,7 @@ _BODY_LIMIT = 256 * 2**20
 _CLOSING = {"connection": "close"}  # for requests that the SDK sends on separate connections, which it forgets
 _DEDUPLICATES = {"x-rlkit-deduplicates": "1"}  # tells rlkit's own client that a call sent twice is carried out once
 
+Job: TypeAlias = Callable[[], Response]
 Key: TypeAlias = tuple[str, int | None]  # of a request: the model or sampling session, and the client's number of it
 
 
@@ -236,7 +236,7 @@ class Service(Resource):
         self,
         key: Key,
         operation: str,
-        prepare: Callable[[], Callable[[], Response]],
+        prepare: Callable[[], Job],
         start: Callable[[Accepted, Callable[[], None]], object],
         **more: object,
     ) -> Response:
@@ -258,7 +258,7 @@ class Service(Resource):
             raise DataError(f"{operation}: seq_id {key[1]} already belongs to a {accepted.operation}")
         return JSONResponse({"request_id": accepted.request_id, **accepted.more})
 
-    def _carry_out(self, accepted: Accepted, job: Callable[[], Response]) -> None:
+    def _carry_out(self, accepted: Accepted, job: Job) -> None:
         if accepted.future.set_running_or_notify_cancel():
             try:
                 result = job()
@@ -360,11 +360,10 @@ async def create_session(service: Service, request: Request) -> Response:
     for session in list(service.sessions.values()):
         if not session.finished and time.monotonic() - session.last_seen > service.idle:
             service.finish_session(session)
-    taken = {*service.sessions, *(state.run.split(":train:")[0] for state in service.saved.list())}
-    numbers = itertools.count(len(service.sessions))
-    session_id, number = next(
-        (name, number) for number in numbers if (name := f"{service.derive_seed(0, number):016x}") not in taken
-    )
+    taken = {*service.sessions, *(state.run.partition(":train:")[0] for state in service.saved.list())}
+    number = len(service.sessions)
+    while (session_id := f"{service.derive_seed(0, number):016x}") in taken:
+        number += 1
     service.sessions[session_id] = ClientSession(session_id, number)
     return answer(types.CreateSessionResponse(session_id=session_id))
 
@@ -401,14 +400,11 @@ async def retrieve_future(service: Service, request: Request) -> Response:
         raise HTTPException(410, f"request {accepted.request_id!r} was cancelled")
     service.results.mark_read(accepted)
     error = accepted.future.exception()
-    return accepted.future.result() if error is None else _fail(error)
-
-
-def _fail(error: BaseException) -> Response:
-    """Return the result of a request that failed: the responsible side and the reason."""
+    if error is None:
+        return accepted.future.result()
     users = isinstance(error, (ConfigError, DataError, UnknownNameError, UnsupportedError))
-    message = str(error) if isinstance(error, RlkitError) else f"{type(error).__name__}: {error}"
-    return answer(types.RequestFailedResponse(error=message, category="user" if users else "server"))
+    problem = str(error) if isinstance(error, RlkitError) else f"{type(error).__name__}: {error}"
+    return answer(types.RequestFailedResponse(error=problem, category="user" if users else "server"))
 
 
 async def cancel_future(service: Service, request: Request) -> Response:
