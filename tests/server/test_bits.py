@@ -21,21 +21,19 @@ EXPECTED = json.loads(Path(__file__).with_name("bits.json").read_text())
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # load_state, which old programs use
 
 
-def differences(found, expected, where=""):
-    """The places at which they differ."""
-    pairs = []
-    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
-        pairs = [(found[key], expected[key], f"{where}.{key}") for key in expected]
-    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
-        pairs = [(*pair, f"{where}[{i}]") for i, pair in enumerate(zip(found, expected, strict=True))]
-    elif found != (pytest.approx(expected, rel=1e-4, abs=1e-5) if isinstance(expected, float) else expected):
-        return [f"{where}: {found} instead of {expected}"]
-    return [x for pair in pairs for x in differences(*pair)]
+def flatten(value, where=""):
+    """Every leaf by its place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    leaves = {} if isinstance(value, (dict, list)) and value else {where: value}
+    return leaves | {place: leaf for key, x in items for place, leaf in flatten(x, f"{where}.{key}").items()}
 
 
 def compare(service, found, chunk):
     applied = [[x.operation, x.model_id.partition(":")[2], x.seq_id] for x in service.applied]
-    assert differences(found, EXPECTED["results"]) == []
+    found, expected = flatten(found), flatten(EXPECTED["results"])
+    assert found.keys() == expected.keys()
+    bounds = {place: pytest.approx(x, 1e-4, 1e-5) if isinstance(x, float) else x for place, x in expected.items()}
+    assert [(place, found[place], x) for place, x in bounds.items() if found[place] != x] == []
     assert applied == EXPECTED["applied"][str(chunk)]
 
 

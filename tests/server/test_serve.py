@@ -148,19 +148,6 @@ def test_what_a_server_has(server, service, tiny):
     training.forward_backward(data, "importance_sampling").result()
 
 
-def test_long_poll(toy, training):
-    """A result that is on its way is waited for, and other requests are answered meanwhile."""
-    run = toy.service.runs[training.model_id]
-    gate, whole = threading.Event(), run.model.step
-    run.model.step = lambda params: gate.wait(60) and whole(params)
-    step = training.optim_step(types.AdamParams())
-    with pytest.raises(TimeoutError):
-        step.result(timeout=0.3)
-    assert httpx.get(f"{toy.url}/api/v1/healthz").json() == {"status": "ok"}
-    gate.set()
-    step.result(timeout=60)
-
-
 def test_closing():
     """Ends its threads and connections, and may be done twice. Only clients with the key are answered."""
     before = set(threading.enumerate())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -222,12 +221,3 @@ def test_a_damaged_index(tmp_path):
         (tmp_path / "tinker.json").write_text(text)
         with pytest.raises(rlkit.CheckpointError, match=r"tinker\.json"):
             SavedStates(tmp_path, print)
-
-
-def test_writers_at_once(fake):
-    """Eight models that save under one name each at once lose nothing."""
-    clients = [begin(fake) for _ in range(8)]
-    paths = [s.result().path for s in [c.save_state(name) for name in "abcd" for c in clients]]
-    assert len(set(paths)) == 32
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda p: fake.service.saved.find(p).path, paths)) == paths
