@@ -164,7 +164,7 @@ async def asample(service: Service, request: Request) -> Response:
         return job
 
     ids = [f"{sampler.sampler_id}:{call.seq_id}:{i}" for i in range(call.num_samples)]
-    submit = lambda _, carry_out: service.pool.submit(carry_out)  # noqa: E731
+    submit = lambda accepted: service.pool.submit(accepted.carry_out)  # noqa: E731
     return service.accept(key, "sample", prepare, submit, sample_sequence_ids=ids)
 
 

@@ -30,7 +30,7 @@ from rlkit.server._wire import answer, read, read_datum, write_outputs
 from rlkit.types import Adam, Lora
 
 if TYPE_CHECKING:
-    from rlkit.server._app import Accepted, Job, Service
+    from rlkit.server._app import Accepted, Endpoint, Job, Service
 
 __all__ = ["ENDPOINTS", "RequestOrder", "TrainingRun"]
 
@@ -44,18 +44,18 @@ class RequestOrder:
     def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
         self._submit = submit
         self._next = 1
-        self._held: dict[int, tuple[Accepted, Callable[[], None]] | None] = {}  # None: refused
+        self._held: dict[int, Accepted | None] = {}  # None: refused
         self._refused: set[int] = set()
         self._lock = threading.Lock()
 
-    def add(self, seq_id: int | None, accepted: Accepted, carry_out: Callable[[], None]) -> None:
+    def add(self, seq_id: int | None, accepted: Accepted) -> None:
         """Carry a request out once its turn has come; without a seq_id, or with an earlier one, at once."""
         with self._lock:
             if seq_id is None or seq_id < self._next:
                 self._refused -= {seq_id}
-                self._submit(carry_out)
+                self._submit(accepted.carry_out)
             else:
-                self._held[seq_id], accepted.waits_for = (accepted, carry_out), self._next
+                self._held[seq_id], accepted.waits_for = accepted, self._next
                 self._go_on()
 
     def skip(self, seq_id: int) -> None:
@@ -76,11 +76,11 @@ class RequestOrder:
             request = self._held.pop(self._next)
             self._next += 1
             if request is not None:
-                request[0].waits_for = None
-                self._submit(request[1])
+                request.waits_for = None
+                self._submit(request.carry_out)
         for request in self._held.values():
             if request is not None:
-                request[0].waits_for = self._next
+                request.waits_for = self._next
 
 
 @attrs.define(eq=False)
@@ -158,9 +158,7 @@ def _start_run(
         service.runs[model_id] = run
         return functools.partial(job, run)
 
-    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
-        service.runs[model_id].worker.submit(carry_out)
-
+    start = lambda accepted: service.runs[model_id].worker.submit(accepted.carry_out)  # noqa: E731
     return service.accept((model_id, 0), call.type, prepare, start, model_id=model_id)
 
 
@@ -211,8 +209,8 @@ async def unload_model(service: Service, request: Request) -> Response:
         _find_run(service, model_id).unloaded = True
         return lambda: answer(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
-    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
-        service.runs[model_id].worker.submit(carry_out)
+    def start(accepted: Accepted) -> None:
+        service.runs[model_id].worker.submit(accepted.carry_out)
         service.runs[model_id].close()
 
     return service.accept((f"{model_id}:unload", 0), "unload_model", prepare, start, model_id=model_id)
@@ -304,55 +302,37 @@ class _OptimStep(pydantic.BaseModel):
     type: str = "optim_step"
 
 
-async def optim_step(service: Service, request: Request) -> Response:
+def optim_step(service: Service, run: TrainingRun, call: _OptimStep) -> Job:
     """Take one step of AdamW."""
-    call = await read(request, _OptimStep)
-    run = _find_run(service, call.model_id)
-
-    def prepare() -> Job:
-        if call.adam_params is None:
-            kind = (call.optimizer_params or {}).get("type")
-            raise UnsupportedError(f"optim_step has parameters of optimizer {kind!r}; expected adam_params of adamw")
-        params = Adam(**dict(call.adam_params))
-        return lambda: answer(types.OptimStepResponse(metrics=dict(run.ready().step(params))))
-
-    return _accept(service, run, call, prepare)
+    if call.adam_params is None:
+        kind = (call.optimizer_params or {}).get("type")
+        raise UnsupportedError(f"optim_step has parameters of optimizer {kind!r}; expected adam_params of adamw")
+    params = Adam(**dict(call.adam_params))
+    return lambda: answer(types.OptimStepResponse(metrics=dict(run.ready().step(params))))
 
 
-async def save_weights(service: Service, request: Request) -> Response:
+def save_weights(service: Service, run: TrainingRun, call: types.SaveWeightsRequest) -> Job:
     """Save a model with its optimizer."""
-    call = await read(request, types.SaveWeightsRequest)
-    run = _find_run(service, call.model_id)
-
-    def prepare() -> Job:
-        save = _reserve(service, run, call, "weights", overwrite=call.overwrite)
-        return lambda: answer(types.SaveWeightsResponse(path=save(), type="save_weights"))
-
-    return _accept(service, run, call, prepare)
+    save = _reserve(service, run, call, "weights", overwrite=call.overwrite)
+    return lambda: answer(types.SaveWeightsResponse(path=save(), type="save_weights"))
 
 
-async def save_weights_for_sampler(service: Service, request: Request) -> Response:
+def save_weights_for_sampler(service: Service, run: TrainingRun, call: types.SaveWeightsForSamplerRequest) -> Job:
     """Save a model to sample from: under a name, or for one sampler of this session."""
-    call = await read(request, types.SaveWeightsForSamplerRequest)
-    run = _find_run(service, call.model_id)
+    if call.kind != "snapshot":
+        raise UnsupportedError(f"save_weights_for_sampler: kind {call.kind!r} is not offered; use 'snapshot'")
+    if call.path is not None:
+        save = _reserve(service, run, call, "sampler_weights")
+        return lambda: _answer_saved(path=save())
+    if call.sampling_session_seq_id is None:
+        raise DataError("save_weights_for_sampler has neither path nor sampling_session_seq_id")
+    sampler_id = f"{run.session_id}:sample:{call.sampling_session_seq_id}"
 
-    def prepare() -> Job:
-        if call.kind != "snapshot":
-            raise UnsupportedError(f"save_weights_for_sampler: kind {call.kind!r} is not offered; use 'snapshot'")
-        if call.path is not None:
-            save = _reserve(service, run, call, "sampler_weights")
-            return lambda: _answer_saved(path=save())
-        if call.sampling_session_seq_id is None:
-            raise DataError("save_weights_for_sampler has neither path nor sampling_session_seq_id")
-        sampler_id = f"{run.session_id}:sample:{call.sampling_session_seq_id}"
+    def job() -> Response:
+        add_sampler(service, sampler_id, run.base_model, snapshot=run.ready().snapshot())
+        return _answer_saved(sampling_session_id=sampler_id)
 
-        def job() -> Response:
-            add_sampler(service, sampler_id, run.base_model, snapshot=run.ready().snapshot())
-            return _answer_saved(sampling_session_id=sampler_id)
-
-        return job
-
-    return _accept(service, run, call, prepare)
+    return job
 
 
 def _answer_saved(**fields: str) -> Response:
@@ -379,13 +359,25 @@ def _reserve(
     return save
 
 
+def _in_order(kind: type[Any], prepare: Callable[[Service, TrainingRun, Any], Job]) -> Endpoint:
+    """Return the endpoint of a call of a model: ``prepare`` checks it and returns its job, carried out in its turn."""
+
+    @functools.wraps(prepare)  # faults are asked for by its name
+    async def endpoint(service: Service, request: Request) -> Response:
+        call = await read(request, kind)
+        run = _find_run(service, call.model_id)
+        return _accept(service, run, call, lambda: prepare(service, run, call))
+
+    return endpoint
+
+
 ENDPOINTS = {
     "POST create_model": create_model,
     "POST load_weights": load_weights,
     "POST get_info": get_info,
     "POST unload_model": unload_model,
     "POST forward_backward": forward_backward,
-    "POST optim_step": optim_step,
-    "POST save_weights": save_weights,
-    "POST save_weights_for_sampler": save_weights_for_sampler,
+    "POST optim_step": _in_order(_OptimStep, optim_step),
+    "POST save_weights": _in_order(types.SaveWeightsRequest, save_weights),
+    "POST save_weights_for_sampler": _in_order(types.SaveWeightsForSamplerRequest, save_weights_for_sampler),
 }

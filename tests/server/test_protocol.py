@@ -245,6 +245,7 @@ def test_refused(make):
             if answer.status_code != status or message not in answer.json()["detail"]:
                 wrong.append((path, str(body)[:80], answer.status_code, answer.text))
     assert wrong == []
+    assert client.ask("GET", "checkpoints?limit=x").status_code == 422
     assert [x.operation for x in client.service.applied] == ["create_model"]
 
 
