@@ -42,9 +42,9 @@ def connected(server, key="tml-anything"):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    """A model of two layers."""
-    folder = tmp_path_factory.mktemp("saves")
-    with rlkit.serve("local", model=tiny("llama"), folder=folder, seed=0) as server:
+    """A model of two layers, with options of the backend and of the service."""
+    options = {"folder": tmp_path_factory.mktemp("saves"), "micro_batch_tokens": 512, "idle": 700.0, "max_rank": 8}
+    with rlkit.serve("local", model=tiny("llama"), seed=0, **options) as server:
         yield server
 
 
@@ -119,7 +119,8 @@ def test_a_backend_in_training(tmp_path, tiny):
 
 def test_what_a_server_has(server, service, tiny):
     """Clients name the model by its folder or by the last part of it. What it has not is refused, and they go on."""
-    folder = tiny("llama")
+    folder, settings = tiny("llama"), server.service.models._base._settings
+    assert (settings["micro_batch_tokens"], server.service.idle, server.service.max_rank) == (512, 700.0, 8)
     assert server.names == (Path(folder).name, folder)
     rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
     listed = rest.get_server_capabilities().result().supported_models
@@ -221,14 +222,3 @@ def test_bad_arguments(backend, options, message):
     """Raise before a model is made."""
     with pytest.raises(rlkit.RlkitError, match=message):
         rlkit.serve(backend, **options)
-
-
-def test_options_of_the_backend_and_of_the_service(tiny, tmp_path):
-    """Each goes where it belongs."""
-    options = {"dtype": "bfloat16", "device": "cpu", "micro_batch_tokens": 64, "idle": 7.0, "max_rank": 2}
-    with rlkit.serve("local", model=tiny("llama"), folder=tmp_path, **options) as server:
-        service = server.service
-        assert (service.idle, service.max_rank) == (7.0, 2)
-        backend = service.models._base
-        assert str(backend.base.model.dtype) == "torch.bfloat16"
-        assert backend._settings["micro_batch_tokens"] == 64

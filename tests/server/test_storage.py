@@ -10,6 +10,7 @@ import time
 
 import attrs
 import pytest
+from starlette.exceptions import HTTPException
 
 import rlkit
 from rlkit.server import Service
@@ -144,6 +145,8 @@ def test_what_is_deleted_frees_its_disk(tmp_path, monkeypatch):
         assert folders(tmp_path) == ["a-000000", "b-000000", "c-000000", "other-000000"]
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 4000)
+        with pytest.raises(HTTPException, match="404"):
+            fake.service.saved.find(f"tinker://{training.model_id}/weights/b")
         found = rest.list_checkpoints(training.model_id).result().checkpoints
         assert [c.checkpoint_id for c in found] == ["weights/c", "weights/a"]
         assert folders(tmp_path) == ["a-000000", "c-000000", "other-000000"]
