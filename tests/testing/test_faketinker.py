@@ -173,8 +173,6 @@ def test_two_servers_in_one_process():
         client.close("success").result()
 
 
-# Faults.
-
 RETRIED = ("429", "500", "503", "lost", "slow")
 STATUS = {"401": tinker.AuthenticationError, "404": tinker.NotFoundError, "410": tinker.APIStatusError}
 OF_A_STEP = {**STATUS, "bad_json": json.JSONDecodeError}
