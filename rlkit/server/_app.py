@@ -7,7 +7,6 @@ request that arrives twice, because its first answer was lost, is carried out on
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import logging
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from rlkit.server import _sampling, _saved, _training
 from rlkit.server._models import Models, toy_models
 from rlkit.server._wire import answer, read, read_turn
 
-__all__ = ["Accepted", "AppliedOperation", "ClientSession", "Key", "Service"]
+__all__ = ["Accepted", "AppliedOperation", "ClientSession", "Endpoint", "Job", "Key", "Service"]
 
 _log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
@@ -46,6 +45,8 @@ _BODY_LIMIT = 256 * 2**20
 _CLOSING = {"connection": "close"}  # for requests that the SDK sends on separate connections, which it forgets
 _DEDUPLICATES = {"x-rlkit-deduplicates": "1"}  # tells rlkit's own client that a call sent twice is carried out once
 
+Endpoint: TypeAlias = "Callable[[Service, Request], Awaitable[Response]]"
+Job: TypeAlias = Callable[[], Response]
 Key: TypeAlias = tuple[str, int | None]  # of a request: the model or sampling session, and the client's number of it
 
 
@@ -85,6 +86,8 @@ class Accepted:
         request_id: the id that the client polls.
         operation: such as "optim_step".
         more: what the answer to the request itself has besides that id.
+        job: computes the response.
+        applied: records what was carried out.
         future: set to the response, or to the exception, once it was carried out.
         waits_for: the seq_id that has to come first, while it has not.
         since: when it was accepted (monotonic).
@@ -94,9 +97,21 @@ class Accepted:
     request_id: str
     operation: str
     more: Mapping[str, object]
+    job: Job
+    applied: deque[AppliedOperation]
     future: concurrent.futures.Future[Response] = attrs.field(factory=concurrent.futures.Future)
     waits_for: int | None = None
     since: float = attrs.field(factory=time.monotonic)
+
+    def carry_out(self) -> None:
+        """Do the job, unless the request was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                result = self.job()
+                self.applied.append(AppliedOperation(self.operation, *self.key))
+                self.future.set_result(result)
+            except BaseException as error:  # noqa: BLE001  # the reader of the result gets it
+                self.future.set_exception(error)
 
 
 class Results:
@@ -108,10 +123,10 @@ class Results:
         self._read: dict[str, None] = {}
         self._last = 0
 
-    def add(self, key: Key, operation: str, more: Mapping[str, object]) -> Accepted:
+    def add(self, key: Key, operation: str, *more: Any) -> Accepted:
         """Add a request. When there are very many, the oldest ones are forgotten."""
         self._last += 1
-        accepted = Accepted(key, f"{operation}-{self._last:06d}", operation, more)
+        accepted = Accepted(key, f"{operation}-{self._last:06d}", operation, *more)
         self._all[accepted.request_id], self._keys[key] = accepted, accepted.request_id
         while len(self._all) > _LIMIT and (oldest := next(iter(self._all.values()))).future.done():
             self._forget(oldest)
@@ -182,7 +197,7 @@ class Service(Resource):
         # Clients on this machine can read a directory.
         self.tokenizer_id = source_of(made.tokenizer) if tokenizer_id is None else tokenizer_id
         self.max_rank, self.max_samplers, self.idle = max_rank, max_samplers, idle
-        self.dedupe, self.patience = dedupe, patience
+        self.dedupe, self.patience, self._key = dedupe, patience, key
         flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": False}
         self.config = {**flags, **(config or {})}
         self.sessions: dict[str, ClientSession] = {}
@@ -192,7 +207,7 @@ class Service(Resource):
         self.results = Results()
         self.applied: deque[AppliedOperation] = deque(maxlen=_APPLIED)
         self.pool = concurrent.futures.ThreadPoolExecutor(64, "rlkit-serve-sample")
-        self._seed, self._key = resolve_seed(seed), key
+        self._seed = resolve_seed(seed)
         tables = (_ENDPOINTS, _training.ENDPOINTS, _sampling.ENDPOINTS, _saved.ENDPOINTS)
         self.routes = [self._route(*endpoint) for table in tables for endpoint in table.items()]
         routed = Starlette(routes=self.routes, exception_handlers={HTTPException: self._refuse})
@@ -205,7 +220,7 @@ class Service(Resource):
             raise HTTPException(401, "the API key is missing or wrong; use the key that this server was started with")
         return True
 
-    def _route(self, name: str, function: Callable[[Service, Request], Awaitable[Response]]) -> Route:
+    def _route(self, name: str, function: Endpoint) -> Route:
         method, _, path = name.partition(" ")
 
         async def respond(request: Request) -> Response:
@@ -236,8 +251,8 @@ class Service(Resource):
         self,
         key: Key,
         operation: str,
-        prepare: Callable[[], Callable[[], Response]],
-        start: Callable[[Accepted, Callable[[], None]], object],
+        prepare: Callable[[], Job],
+        start: Callable[[Accepted], object],
         **more: object,
     ) -> Response:
         """Accept a request, and answer with the id of its result; one that comes again gets the first one's.
@@ -251,21 +266,11 @@ class Service(Resource):
         """
         accepted = self.results.find_repeat(key) if self.dedupe else None
         if accepted is None:
-            job = prepare()
-            accepted = self.results.add(key, operation, more)
-            start(accepted, lambda: self._carry_out(accepted, job))
+            accepted = self.results.add(key, operation, more, prepare(), self.applied)
+            start(accepted)
         elif accepted.operation != operation:
             raise DataError(f"{operation}: seq_id {key[1]} already belongs to a {accepted.operation}")
         return JSONResponse({"request_id": accepted.request_id, **accepted.more})
-
-    def _carry_out(self, accepted: Accepted, job: Callable[[], Response]) -> None:
-        if accepted.future.set_running_or_notify_cancel():
-            try:
-                result = job()
-                self.applied.append(AppliedOperation(accepted.operation, *accepted.key))
-                accepted.future.set_result(result)
-            except BaseException as error:  # noqa: BLE001  # the reader of the result gets it
-                accepted.future.set_exception(error)
 
     def find_session(self, session_id: str) -> ClientSession:
         """Return the session of that id. Raises HTTPException: 404, it is unknown; 410, it was finished."""
@@ -360,11 +365,10 @@ async def create_session(service: Service, request: Request) -> Response:
     for session in list(service.sessions.values()):
         if not session.finished and time.monotonic() - session.last_seen > service.idle:
             service.finish_session(session)
-    taken = {*service.sessions, *(state.run.split(":train:")[0] for state in service.saved.list())}
-    numbers = itertools.count(len(service.sessions))
-    session_id, number = next(
-        (name, number) for number in numbers if (name := f"{service.derive_seed(0, number):016x}") not in taken
-    )
+    taken = {*service.sessions, *(state.run.partition(":train:")[0] for state in service.saved.list())}
+    number = len(service.sessions)
+    while (session_id := f"{service.derive_seed(0, number):016x}") in taken:
+        number += 1
     service.sessions[session_id] = ClientSession(session_id, number)
     return answer(types.CreateSessionResponse(session_id=session_id))
 
@@ -401,14 +405,11 @@ async def retrieve_future(service: Service, request: Request) -> Response:
         raise HTTPException(410, f"request {accepted.request_id!r} was cancelled")
     service.results.mark_read(accepted)
     error = accepted.future.exception()
-    return accepted.future.result() if error is None else _fail(error)
-
-
-def _fail(error: BaseException) -> Response:
-    """Return the result of a request that failed: the responsible side and the reason."""
+    if error is None:
+        return accepted.future.result()
     users = isinstance(error, (ConfigError, DataError, UnknownNameError, UnsupportedError))
-    message = str(error) if isinstance(error, RlkitError) else f"{type(error).__name__}: {error}"
-    return answer(types.RequestFailedResponse(error=message, category="user" if users else "server"))
+    problem = str(error) if isinstance(error, RlkitError) else f"{type(error).__name__}: {error}"
+    return answer(types.RequestFailedResponse(error=problem, category="user" if users else "server"))
 
 
 async def cancel_future(service: Service, request: Request) -> Response:

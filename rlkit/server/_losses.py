@@ -17,6 +17,7 @@ gspo               ppo with r_t = exp(sg[mean over sequence_ratio_mask of (lp - 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,13 +42,12 @@ class Loss:
 
     Attributes:
         name: for messages.
-        function: (logprobs [N] or [N, K], inputs by name) -> its terms; the loss is their sum.
+        function: (logprobs [N] or [N, K], inputs by name) -> its terms; the loss is their sum. Its keyword-only
+            arguments are the API's settings, with their defaults; of gspo and dro rlkit's, since the API has none.
         inputs: the inputs that every datum must have.
         optional: inputs with a default: a number, or a function of the array of advantages that gives an array.
         matrix: targets may be [N, K].
         elementwise: each term depends on its own token alone, so that datums may be concatenated.
-        gate: an input that switches a term off where it is 0; None if there is none.
-        settings: the API's name of each setting, and its default.
     """
 
     name: str
@@ -56,8 +56,6 @@ class Loss:
     optional: Mapping[str, float | Callable[[np.ndarray], np.ndarray]] = {}
     matrix: bool = False
     elementwise: bool = True
-    gate: str | None = "advantages"
-    settings: Mapping[str, float] = {}
 
     def evaluate(
         self, logprobs: Sequence[np.ndarray], inputs: Sequence[Mapping[str, np.ndarray]]
@@ -82,33 +80,41 @@ def _cross_entropy(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
     return -(x["weights"] * lp)
 
 
+def _ratio(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    """Return r, and 1 where the advantage is 0: 0 times a ratio without a bound would be NaN."""
+    return (lp - x["logprobs"]).where(x["advantages"] != 0, 0.0).exp()
+
+
 def _importance_sampling(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
-    return -((lp - x["logprobs"]).exp() * x["advantages"])
+    return -(_ratio(lp, x) * x["advantages"])
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     return -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
 
 
-def _ppo(lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
-    return _clip((lp - x["logprobs"]).exp(), x["advantages"], clip_low_threshold, clip_high_threshold)
+def _ppo(
+    lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2
+) -> Tensor:
+    return _clip(_ratio(lp, x), x["advantages"], clip_low_threshold, clip_high_threshold)
 
 
-def _cispo(lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
-    weight = (lp - x["logprobs"]).exp().detach().clamp(clip_low_threshold, clip_high_threshold)
-    return -(weight * x["advantages"] * lp)
+def _cispo(
+    lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float = 0.0, clip_high_threshold: float = 4.0
+) -> Tensor:
+    return -(_ratio(lp, x).detach().clamp(clip_low_threshold, clip_high_threshold) * x["advantages"] * lp)
 
 
-def _dro(lp: Tensor, x: Mapping[str, Tensor], *, beta: float) -> Tensor:
-    distance = lp - x["logprobs"]
-    return -(x["advantages"] * lp - beta / 2 * distance * distance)
+def _dro(lp: Tensor, x: Mapping[str, Tensor], *, beta: float = 0.05) -> Tensor:
+    return -(x["advantages"] * lp - beta / 2 * (lp - x["logprobs"]).square())
 
 
-def _gspo(lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+def _gspo(
+    lp: Tensor, x: Mapping[str, Tensor], *, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2
+) -> Tensor:
     mask = x["sequence_ratio_mask"]
     log_ratio = (mask * (lp.detach() - x["logprobs"])).sum() / mask.sum()
-    ratio = (log_ratio + lp - lp.detach()).exp()
-    return _clip(ratio, x["advantages"], clip_low_threshold, clip_high_threshold)
+    return _clip((log_ratio + lp - lp.detach()).exp(), x["advantages"], clip_low_threshold, clip_high_threshold)
 
 
 def _where_advantages(advantages: np.ndarray) -> np.ndarray:
@@ -118,21 +124,13 @@ def _where_advantages(advantages: np.ndarray) -> np.ndarray:
     return mask
 
 
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # of gspo rlkit's: the API documents none
 _LOSSES = (
-    Loss("cross_entropy", _cross_entropy, (), {"weights": 1.0}, matrix=True, gate="weights"),
+    Loss("cross_entropy", _cross_entropy, (), {"weights": 1.0}, matrix=True),
     Loss("importance_sampling", _importance_sampling),
-    Loss("ppo", _ppo, settings=_CLIP),
-    Loss("cispo", _cispo, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    Loss("dro", _dro, settings={"beta": 0.05}, gate=None),  # rlkit's; the API documents none
-    Loss(
-        "gspo",
-        _gspo,
-        settings=_CLIP,
-        optional={"sequence_ratio_mask": _where_advantages},
-        elementwise=False,
-        gate=None,  # the mean over a sequence is of positions without an advantage, too
-    ),
+    Loss("ppo", _ppo),
+    Loss("cispo", _cispo),
+    Loss("dro", _dro),
+    Loss("gspo", _gspo, optional={"sequence_ratio_mask": _where_advantages}, elementwise=False),
 )
 _TABLE = {loss.name: loss for loss in _LOSSES}
 
@@ -147,19 +145,12 @@ def hosted(name: str, config: Mapping[str, float | str]) -> Loss:
         raise UnsupportedError(f"loss_fn 'stable_reinforce' {UNPUBLISHED}")
     if name not in _TABLE:
         raise UnknownNameError(f"loss_fn {name!r} is unknown; there are: {', '.join(_TABLE)}")
-    entry = _TABLE[name]
+    function = _TABLE[name].function
+    settings = inspect.signature(function).parameters.keys() - {"lp", "x"}
     for key, value in config.items():
-        if key not in entry.settings:
-            there = ", ".join(entry.settings) or "none"
+        if key not in settings:
+            there = ", ".join(sorted(settings)) or "none"
             raise DataError(f"loss_fn_config[{key!r}]: {name} has no such setting; it has: {there}")
         if isinstance(value, str) or not math.isfinite(value):
             raise DataError(f"loss_fn_config[{key!r}] is {value!r}; expected a finite number")
-    function = functools.partial(entry.function, **{**entry.settings, **config})
-
-    def gated(lp: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        if entry.gate is None:
-            return function(lp, inputs)
-        on = inputs[entry.gate] != 0  # 0 times a ratio without a bound would be NaN
-        return function(lp.where(on, 0.0), {name: x.where(on, 0.0) for name, x in inputs.items()})
-
-    return attrs.evolve(entry, function=gated)
+    return attrs.evolve(_TABLE[name], function=functools.partial(function, **config))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import numpy as np
@@ -18,11 +19,11 @@ from rlkit.backends.protocol import Sampler, TargetLogprobs, TopK
 from rlkit.errors import DataError, UnsupportedError
 from rlkit.server._losses import UNPUBLISHED
 from rlkit.server._models import Snapshot
-from rlkit.server._wire import answer, answer_proto, read, write_samples, write_tensor, write_top
+from rlkit.server._wire import answer, read, write_samples, write_tensor, write_top
 from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from rlkit.server._app import Service
+    from rlkit.server._app import Job, Service
 
 __all__ = ["ENDPOINTS", "SamplerSession", "add_sampler"]
 
@@ -108,15 +109,16 @@ async def create_sampling_session(service: Service, request: Request) -> Respons
     call = await read(request, types.CreateSamplingSessionRequest)
     sampler_id = f"{service.find_session(call.session_id).session_id}:sample:{call.sampling_session_seq_id}"
     if sampler_id not in service.samplers:
+        base, handle = call.base_model, None
         if call.model_path is not None:
             state = service.saved.find(call.model_path, "sampler_weights")
-            load = lambda: service.models.frozen(state.handle)  # noqa: E731
-            add_sampler(service, sampler_id, state.base_model, state.path, load=load)
-        elif call.base_model is not None:
-            base = service.check_name(call.base_model)
-            add_sampler(service, sampler_id, base, load=lambda: service.models.frozen(None))
-        else:
+            base, handle = state.base_model, state.handle
+        elif base is None:
             raise DataError("create_sampling_session has neither model_path nor base_model")
+        else:
+            service.check_name(base)
+        load = functools.partial(service.models.frozen, handle)
+        add_sampler(service, sampler_id, base, call.model_path, load=load)
     return answer(types.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
 
 
@@ -127,12 +129,20 @@ async def get_sampler(service: Service, request: Request) -> Response:
     return answer(types.GetSamplerResponse(sampler_id=sampler.sampler_id, **about))
 
 
+_Count = Annotated[int, pydantic.Field(ge=0)]
+_OPTIONS: dict[str, Any] = {name: (float, value) for name, value in OPTIONAL_OPTIONS.items()}
+_OPTIONS["seed"] = (Annotated[int, pydantic.Field(ge=0, lt=2**64)] | None, None)
+
+
 class _SampleRequest(types.SampleRequest):  # type: ignore[misc]  # the SDK's types are not read
-    """A request for samples, with rlkit's options, for which the SDK's type has no fields."""
+    """A request for samples, with rlkit's options, for which the SDK's type has no fields, and with bounds."""
 
     sampling_params: pydantic.create_model(  # type: ignore[valid-type]
-        "SamplingParams", __base__=types.SamplingParams, **{k: (float, v) for k, v in OPTIONAL_OPTIONS.items()}
+        "SamplingParams", __base__=types.SamplingParams, **_OPTIONS
     )
+    num_samples: Annotated[int, pydantic.Field(ge=1, le=4096)] = 1
+    topk_prompt_logprobs: _Count = 0
+    topk_sample_logprobs: _Count = 0
 
 
 async def asample(service: Service, request: Request) -> Response:
@@ -141,7 +151,7 @@ async def asample(service: Service, request: Request) -> Response:
     sampler = _find_sampler(service, call.sampling_session_id or "")
     key = (sampler.sampler_id, call.seq_id)
 
-    def prepare() -> Callable[[], Response]:
+    def prepare() -> Job:
         params, prompt, targets = _check_sample_request(service, call)
         given = call.sampling_params.seed
         seed = service.derive_seed(1, sampler.number, call.seq_id or 0) if given is None else given
@@ -154,7 +164,7 @@ async def asample(service: Service, request: Request) -> Response:
         return job
 
     ids = [f"{sampler.sampler_id}:{call.seq_id}:{i}" for i in range(call.num_samples)]
-    submit = lambda _, carry_out: service.pool.submit(carry_out)  # noqa: E731
+    submit = lambda accepted: service.pool.submit(accepted.carry_out)  # noqa: E731
     return service.accept(key, "sample", prepare, submit, sample_sequence_ids=ids)
 
 
@@ -166,8 +176,6 @@ def _check_sample_request(
         raise UnsupportedError(f"record_stability_info is for the loss 'stable_reinforce', which {UNPUBLISHED}")
     if call.prompt_alt_tokens_k:
         raise UnsupportedError("asample: prompt_alt_tokens_k is not offered by this server; use topk_prompt_logprobs")
-    if not 1 <= call.num_samples <= 4096:
-        raise DataError(f"asample: num_samples is {call.num_samples}; expected an integer in [1, 4096]")
     if any(chunk.type != "encoded_text" for chunk in call.prompt.chunks):
         raise DataError("asample: prompt has a chunk that is not encoded_text; this model reads text only")
     ids, last = call.prompt.to_ints(), call.prompt_logprobs_last_n
@@ -175,17 +183,13 @@ def _check_sample_request(
         raise DataError(f"asample: prompt has {len(ids)} tokens; expected at least one, each an id >= 0")
     if last is not None and not (call.prompt_logprobs and 1 <= last <= len(ids) - 1):
         raise DataError(f"prompt_logprobs_last_n is {last}; expected 1 to {len(ids) - 1}, with prompt_logprobs")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if getattr(call, name) < 0:
-            raise DataError(f"asample: {name} is {getattr(call, name)}; expected an integer >= 0")
     options = dict(call.sampling_params)
-    seed, stop = options.pop("seed"), options.pop("stop")
-    if seed is not None and not 0 <= seed < 2**64:
-        raise DataError(f"asample: sampling_params.seed is {seed}; expected an integer in [0, 2^64)")
-    stop = (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
-    length = options.pop("max_tokens")
-    params = SamplingParams(max_tokens=service.models.max_length if length is None else length, stop=stop, **options)
-    return params, np.array(ids, np.int64), _read_targets(call.target_prompt_logprobs, len(ids))
+    del options["seed"]
+    if isinstance(options["stop"], str):
+        options["stop"] = [options["stop"]]
+    if options["max_tokens"] is None:
+        options["max_tokens"] = service.models.max_length
+    return SamplingParams(**options), np.array(ids, np.int64), _read_targets(call.target_prompt_logprobs, len(ids))
 
 
 def _read_targets(tensor: types.TensorData | None, size: int) -> np.ndarray | None:
@@ -215,9 +219,8 @@ def _answer(
     if size < sampler.max_length or scored is None:
         samples = sampler.sample(prompt, params, n=call.num_samples, seed=seed).result()
     else:  # the prompt fills the context: it can be scored, and nothing can follow
-        samples = [
-            Sample(prompt, np.zeros(0, np.int64), np.zeros(0, np.float32), stop_reason="length")
-        ] * call.num_samples
+        nothing = Sample(prompt, np.zeros(0, np.int64), np.zeros(0, np.float32), stop_reason="length")
+        samples = [nothing] * call.num_samples
     message = write_samples(samples)
     if scored is not None:
         logprobs = np.array(scored.result(), np.float32)
@@ -232,22 +235,19 @@ def _answer(
         logprobs[:unscored] = np.nan
         write_top(message.topk_prompt_logprobs, ids, logprobs)
     if targets is not None:
-        write_tensor(message.target_prompt_logprobs, _scores(sampler).target_logprobs(prompt, targets).result()[1:])
-    return answer_proto(message)
+        if not isinstance(sampler, TargetLogprobs):
+            raise UnsupportedError(_NO_SCORES)
+        write_tensor(message.target_prompt_logprobs, sampler.target_logprobs(prompt, targets).result()[1:])
+    return answer(message)
 
 
-class _Scores(TopK, TargetLogprobs, Protocol):
-    """A sampler with scores of more than the tokens themselves."""
-
-
-def _scores(sampler: Sampler) -> _Scores:
-    if not isinstance(sampler, TopK) or not isinstance(sampler, TargetLogprobs):
-        raise UnsupportedError("this server's model gives only logprobs of the tokens, not top-k or target ones")
-    return cast("_Scores", sampler)
+_NO_SCORES = "this server's model gives only logprobs of the tokens, not top-k or target ones"
 
 
 def _find_top(sampler: Sampler, tokens: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    ids, logprobs = _scores(sampler).top_logprobs(tokens, min(k, sampler.tokenizer.vocab_size)).result()
+    if not isinstance(sampler, TopK):
+        raise UnsupportedError(_NO_SCORES)
+    ids, logprobs = sampler.top_logprobs(tokens, min(k, sampler.tokenizer.vocab_size)).result()
     return ids, np.array(logprobs)
 
 

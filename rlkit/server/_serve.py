@@ -103,14 +103,11 @@ def serve(
 def _check_address(host: str, port: int, key: str | None) -> None:
     _check.integer("serve(port)", port, low=0, high=65535)
     if key is not None and (not isinstance(key, str) or not key.startswith("tml-") or len(key) < 12):
-        raise ConfigError(
-            "serve(key): expected a text of at least 12 characters that begins with 'tml-', which clients require"
-        )
+        raise ConfigError("serve(key): expected at least 12 characters that begin with 'tml-', which clients require")
     _check.require(isinstance(host, str) and host, "serve(host)", host, "a name or an address")
     if key is None and not is_loopback(host):
-        raise ConfigError(
-            f"serve(host={host!r}) can be reached from other machines; give a key= (rlkit serve: in RLKIT_SERVER_KEY)"
-        )
+        remedy = "give a key= (rlkit serve: in RLKIT_SERVER_KEY)"
+        raise ConfigError(f"serve(host={host!r}) can be reached from other machines; {remedy}")
 
 
 def _default_names(backend: object, model: str | None) -> list[str]:
@@ -130,8 +127,9 @@ def _bind_backend(
     if model is not None:
         raise ConfigError("serve(model): requires a backend's name; a function that makes backends sets its model")
     if isinstance(backend, type) or not callable(backend):
-        expected = "a backend's name, or a function that makes one backend for each client: "
-        expected += "functools.partial(rlkit.connect, ...)"
+        expected = (
+            "a backend's name, or a function that makes one for each client: functools.partial(rlkit.connect, ..)"
+        )
         raise ConfigError("serve(backend)", f"got {_check.describe(backend)}", expected)
     return backend  # type: ignore[no-any-return]  # what it returns shows when it is called
 
@@ -142,8 +140,8 @@ def _split_options(backend: object, options: Mapping[str, Any]) -> tuple[Mapping
     there = set()
     if isinstance(backend, str):
         there = inspect.signature(registry.resolve(backend)).parameters.keys() - _CLIENTS - service
-    for name in options.keys() - service - there:
+    if unknown := options.keys() - service - there:
         takes = ", ".join(sorted(service | there))
-        raise ConfigError(f"serve: no option {name!r}; besides its arguments it takes: {takes}")
+        raise ConfigError(f"serve: no option {min(unknown)!r}; besides its arguments it takes: {takes}")
     own, others = ({name: options[name] for name in options if name in known} for known in (there, service))
     return own, others

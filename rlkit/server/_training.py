@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 import pydantic
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,11 +26,11 @@ from rlkit.server._losses import Loss, hosted
 from rlkit.server._models import Model, Row
 from rlkit.server._sampling import add_sampler
 from rlkit.server._saved import Kind, SavedState, expiry_of
-from rlkit.server._wire import answer, answer_proto, parse_forward_backward, read, read_datum, write_outputs
+from rlkit.server._wire import answer, read, read_datum, write_outputs
 from rlkit.types import Adam, Lora
 
 if TYPE_CHECKING:
-    from rlkit.server._app import Accepted, Service
+    from rlkit.server._app import Accepted, Endpoint, Job, Service
 
 __all__ = ["ENDPOINTS", "RequestOrder", "TrainingRun"]
 
@@ -43,18 +44,18 @@ class RequestOrder:
     def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
         self._submit = submit
         self._next = 1
-        self._held: dict[int, tuple[Accepted, Callable[[], None]] | None] = {}  # None: refused
+        self._held: dict[int, Accepted | None] = {}  # None: refused
         self._refused: set[int] = set()
         self._lock = threading.Lock()
 
-    def add(self, seq_id: int | None, accepted: Accepted, carry_out: Callable[[], None]) -> None:
+    def add(self, seq_id: int | None, accepted: Accepted) -> None:
         """Carry a request out once its turn has come; without a seq_id, or with an earlier one, at once."""
         with self._lock:
             if seq_id is None or seq_id < self._next:
                 self._refused -= {seq_id}
-                self._submit(carry_out)
+                self._submit(accepted.carry_out)
             else:
-                self._held[seq_id], accepted.waits_for = (accepted, carry_out), self._next
+                self._held[seq_id], accepted.waits_for = accepted, self._next
                 self._go_on()
 
     def skip(self, seq_id: int) -> None:
@@ -75,11 +76,11 @@ class RequestOrder:
             request = self._held.pop(self._next)
             self._next += 1
             if request is not None:
-                request[0].waits_for = None
-                self._submit(request[1])
+                request.waits_for = None
+                self._submit(request.carry_out)
         for request in self._held.values():
             if request is not None:
-                request[0].waits_for = self._next
+                request.waits_for = self._next
 
 
 @attrs.define(eq=False)
@@ -148,7 +149,7 @@ def _start_run(
     if call.optimizer_config is not None and call.optimizer_config.type != "adamw":
         raise UnsupportedError(f"optimizer {call.optimizer_config.type!r} is not offered by this server; it has: adamw")
 
-    def prepare() -> Callable[[], Response]:
+    def prepare() -> Job:
         if model_id in service.runs:  # asked for twice, and repeats are not recognised
             service.runs[model_id].close()
         worker = Worker(f"serve-{model_id}")
@@ -157,9 +158,7 @@ def _start_run(
         service.runs[model_id] = run
         return functools.partial(job, run)
 
-    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
-        service.runs[model_id].worker.submit(carry_out)
-
+    start = lambda accepted: service.runs[model_id].worker.submit(accepted.carry_out)  # noqa: E731
     return service.accept((model_id, 0), call.type, prepare, start, model_id=model_id)
 
 
@@ -206,24 +205,22 @@ async def unload_model(service: Service, request: Request) -> Response:
     """Free a model after its earlier requests; its samplers and saved states stay."""
     model_id = (await read(request, types.UnloadModelRequest)).model_id
 
-    def prepare() -> Callable[[], Response]:
+    def prepare() -> Job:
         _find_run(service, model_id).unloaded = True
         return lambda: answer(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
-    def start(_: Accepted, carry_out: Callable[[], None]) -> None:
-        service.runs[model_id].worker.submit(carry_out)
+    def start(accepted: Accepted) -> None:
+        service.runs[model_id].worker.submit(accepted.carry_out)
         service.runs[model_id].close()
 
     return service.accept((f"{model_id}:unload", 0), "unload_model", prepare, start, model_id=model_id)
 
 
-def _accept(
-    service: Service, run: TrainingRun, call: Any, prepare: Callable[[], Callable[[], Response]], operation: str = ""
-) -> Response:
+def _accept(service: Service, run: TrainingRun, call: Any, prepare: Callable[[], Job], operation: str = "") -> Response:
     """Accept a request whose job is carried out in the model's order. Raises HTTPException 410: it was, long ago."""
     operation, seq_id = operation or call.type, call.seq_id or None
 
-    def prepare_once() -> Callable[[], Response]:
+    def prepare_once() -> Job:
         if service.dedupe and run.order.knows(seq_id):
             gone = f"{operation}: seq_id {seq_id} was carried out, but its result is no longer kept"
             raise HTTPException(410, gone)
@@ -236,60 +233,57 @@ def _accept(
 async def forward_backward(service: Service, request: Request) -> Response:
     """Compute logprobs, the loss, and unless ``forward_only`` its gradient, which is accumulated."""
     body = await request.body()
-    call = await _in_thread(len(body), parse_forward_backward, body)
+    call, loss, rows = await asyncio.to_thread(_parse, body) if len(body) > _LARGE else _parse(body)
     run = _find_run(service, call.model_id)
-    config = {**call.loss_fn_config, **{k: x.text or x.number for k, x in call.loss_fn_config_v2.items()}}
-    loss = hosted(call.loss_fn, config)
-    rows = await _in_thread(len(body), _read_rows, call, loss)
 
     def job() -> Response:
-        return answer_proto(write_outputs(*run.ready().run(rows, loss, backward=not call.forward_only)))
+        return answer(write_outputs(*run.ready().run(rows, loss, backward=not call.forward_only)))
 
     return _accept(service, run, call, lambda: job, "forward" if call.forward_only else "forward_backward")
 
 
-async def _in_thread(size: int, function: Callable[..., Any], *arguments: object) -> Any:
-    return await asyncio.to_thread(function, *arguments) if size > _LARGE else function(*arguments)
-
-
-def _read_rows(call: pb.ForwardBackwardRequest, loss: Loss) -> list[Row]:
+def _parse(body: bytes) -> tuple[pb.ForwardBackwardRequest, Loss, list[Row]]:
+    try:
+        call = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise HTTPException(422, f"forward_backward: the body is not a ForwardBackwardRequest: {error}") from error
+    config = {**call.loss_fn_config, **{k: x.text or x.number for k, x in call.loss_fn_config_v2.items()}}
+    loss = hosted(call.loss_fn, config)
     if not call.data:
         raise DataError("forward_backward: data is empty")
-    return [_read_row(f"data[{i}]", datum, loss) for i, datum in enumerate(call.data)]
+    return call, loss, [_read_row(f"data[{i}]", datum, loss) for i, datum in enumerate(call.data)]
 
 
 def _read_row(where: str, datum: pb.Datum, loss: Loss) -> Row:
     """Return a datum with the inputs of ``loss``, all of them in the right shapes."""
     tokens, inputs = read_datum(where, datum)
-    where, size, targets = f"{where}.loss_fn_inputs", tokens.size, inputs.pop("target_tokens", None)
-    if targets is None:
-        raise DataError(f"{where} lacks 'target_tokens'")
-    matrix = loss.matrix and targets.ndim == 2
-    if targets.dtype != np.int64 or not size or targets.shape[:1] != (size,) or (targets.ndim > 1 and not matrix):
-        found = f"has dtype {targets.dtype} and shape {targets.shape}"
-        expected = f"({size},)" + (f" or ({size}, K)" if loss.matrix else "")
-        raise DataError(
-            f"{where}['target_tokens'] {found}; expected int64 {expected}, one row per token of model_input"
-        )
-    unknown = inputs.keys() - {*loss.inputs, *loss.optional}
-    if unknown:
-        raise DataError(f"{where} has {min(unknown)!r}, which {loss.name} does not read")
-    for name in loss.inputs:
+    where += ".loss_fn_inputs"
+    for name in ("target_tokens", *loss.inputs):
         if name not in inputs:
             raise DataError(f"{where} lacks {name!r}, which {loss.name} needs")
+    targets = inputs.pop("target_tokens")
+    shape = (tokens.size, *targets.shape[1:]) if loss.matrix and targets.ndim == 2 else (tokens.size,)
+    if not tokens.size:
+        raise DataError(f"{where}['target_tokens']: there are no tokens; expected one row per token of model_input")
+    _check_array(f"{where}['target_tokens']", targets, np.int64, shape, "one row per token of model_input")
     for name, array in inputs.items():
-        _check_input(f"{where}[{name!r}]", array, targets.shape, high=HIGHEST if name == "logprobs" else np.inf)
+        if name not in loss.inputs and name not in loss.optional:
+            raise DataError(f"{where} has {name!r}, which {loss.name} does not read")
+        _check_array(f"{where}[{name!r}]", array, np.float32, targets.shape, "as target_tokens")
+        _check_numbers(f"{where}[{name!r}]", array, high=HIGHEST if name == "logprobs" else np.inf)
     for name, default in loss.optional.items():
         if name not in inputs:
-            made = default(inputs["advantages"]) if callable(default) else np.full(targets.shape, default, np.float32)
-            inputs[name] = made
+            inputs[name] = default(inputs["advantages"]) if callable(default) else np.full(shape, default, np.float32)
     return Row(tokens, targets, inputs)
 
 
-def _check_input(where: str, array: np.ndarray, shape: tuple[int, ...], *, high: float) -> None:
-    if array.dtype != np.float32 or array.shape != shape:
+def _check_array(where: str, array: np.ndarray, dtype: type[np.generic], shape: tuple[int, ...], why: str) -> None:
+    if array.dtype != dtype or array.shape != shape:
         found = f"has dtype {array.dtype} and shape {array.shape}"
-        raise DataError(f"{where} {found}; expected float32 {shape}, as target_tokens")
+        raise DataError(f"{where} {found}; expected {dtype.__name__} {shape}, {why}")
+
+
+def _check_numbers(where: str, array: np.ndarray, *, high: float) -> None:
     bad = np.argwhere(~np.isfinite(array))
     if bad.size:
         index = "".join(f"[{k}]" for k in bad[0])
@@ -308,58 +302,37 @@ class _OptimStep(pydantic.BaseModel):
     type: str = "optim_step"
 
 
-async def optim_step(service: Service, request: Request) -> Response:
+def optim_step(service: Service, run: TrainingRun, call: _OptimStep) -> Job:
     """Take one step of AdamW."""
-    call = await read(request, _OptimStep)
-    run = _find_run(service, call.model_id)
-
-    def prepare() -> Callable[[], Response]:
-        if call.adam_params is None:
-            kind = (call.optimizer_params or {}).get("type")
-            raise UnsupportedError(
-                f"optim_step has parameters of the optimizer {kind!r}; expected adam_params of adamw"
-            )
-        params = Adam(**dict(call.adam_params))
-        return lambda: answer(types.OptimStepResponse(metrics=dict(run.ready().step(params))))
-
-    return _accept(service, run, call, prepare)
+    if call.adam_params is None:
+        kind = (call.optimizer_params or {}).get("type")
+        raise UnsupportedError(f"optim_step has parameters of optimizer {kind!r}; expected adam_params of adamw")
+    params = Adam(**dict(call.adam_params))
+    return lambda: answer(types.OptimStepResponse(metrics=dict(run.ready().step(params))))
 
 
-async def save_weights(service: Service, request: Request) -> Response:
+def save_weights(service: Service, run: TrainingRun, call: types.SaveWeightsRequest) -> Job:
     """Save a model with its optimizer."""
-    call = await read(request, types.SaveWeightsRequest)
-    run = _find_run(service, call.model_id)
-
-    def prepare() -> Callable[[], Response]:
-        name = f"{call.seq_id or 0:06d}" if call.path is None else call.path
-        save = _reserve(service, run, call, "weights", name, overwrite=call.overwrite)
-        return lambda: answer(types.SaveWeightsResponse(path=save(), type="save_weights"))
-
-    return _accept(service, run, call, prepare)
+    save = _reserve(service, run, call, "weights", overwrite=call.overwrite)
+    return lambda: answer(types.SaveWeightsResponse(path=save(), type="save_weights"))
 
 
-async def save_weights_for_sampler(service: Service, request: Request) -> Response:
+def save_weights_for_sampler(service: Service, run: TrainingRun, call: types.SaveWeightsForSamplerRequest) -> Job:
     """Save a model to sample from: under a name, or for one sampler of this session."""
-    call = await read(request, types.SaveWeightsForSamplerRequest)
-    run = _find_run(service, call.model_id)
+    if call.kind != "snapshot":
+        raise UnsupportedError(f"save_weights_for_sampler: kind {call.kind!r} is not offered; use 'snapshot'")
+    if call.path is not None:
+        save = _reserve(service, run, call, "sampler_weights")
+        return lambda: _answer_saved(path=save())
+    if call.sampling_session_seq_id is None:
+        raise DataError("save_weights_for_sampler has neither path nor sampling_session_seq_id")
+    sampler_id = f"{run.session_id}:sample:{call.sampling_session_seq_id}"
 
-    def prepare() -> Callable[[], Response]:
-        if call.kind != "snapshot":
-            raise UnsupportedError(f"save_weights_for_sampler: kind {call.kind!r} is not offered; use 'snapshot'")
-        if call.path is not None:
-            save = _reserve(service, run, call, "sampler_weights", call.path)
-            return lambda: _answer_saved(path=save())
-        if call.sampling_session_seq_id is None:
-            raise DataError("save_weights_for_sampler has neither path nor sampling_session_seq_id")
-        sampler_id = f"{run.session_id}:sample:{call.sampling_session_seq_id}"
+    def job() -> Response:
+        add_sampler(service, sampler_id, run.base_model, snapshot=run.ready().snapshot())
+        return _answer_saved(sampling_session_id=sampler_id)
 
-        def job() -> Response:
-            add_sampler(service, sampler_id, run.base_model, snapshot=run.ready().snapshot())
-            return _answer_saved(sampling_session_id=sampler_id)
-
-        return job
-
-    return _accept(service, run, call, prepare)
+    return job
 
 
 def _answer_saved(**fields: str) -> Response:
@@ -367,10 +340,10 @@ def _answer_saved(**fields: str) -> Response:
 
 
 def _reserve(
-    service: Service, run: TrainingRun, call: Any, kind: Kind, name: str, *, overwrite: bool = False
+    service: Service, run: TrainingRun, call: Any, kind: Kind, *, overwrite: bool = False
 ) -> Callable[[], str]:
     """Reserve a name; return the function that saves under it and returns the path."""
-    expires = expiry_of(call.ttl_seconds)
+    name, expires = f"{call.seq_id or 0:06d}" if call.path is None else call.path, expiry_of(call.ttl_seconds)
     path = service.saved.reserve(run.model_id, kind, name, overwrite=overwrite)
 
     def save() -> str:
@@ -386,13 +359,25 @@ def _reserve(
     return save
 
 
+def _in_order(kind: type[Any], prepare: Callable[[Service, TrainingRun, Any], Job]) -> Endpoint:
+    """Return the endpoint of a call of a model: ``prepare`` checks it and returns its job, carried out in its turn."""
+
+    @functools.wraps(prepare)  # faults are asked for by its name
+    async def endpoint(service: Service, request: Request) -> Response:
+        call = await read(request, kind)
+        run = _find_run(service, call.model_id)
+        return _accept(service, run, call, lambda: prepare(service, run, call))
+
+    return endpoint
+
+
 ENDPOINTS = {
     "POST create_model": create_model,
     "POST load_weights": load_weights,
     "POST get_info": get_info,
     "POST unload_model": unload_model,
     "POST forward_backward": forward_backward,
-    "POST optim_step": optim_step,
-    "POST save_weights": save_weights,
-    "POST save_weights_for_sampler": save_weights_for_sampler,
+    "POST optim_step": _in_order(_OptimStep, optim_step),
+    "POST save_weights": _in_order(types.SaveWeightsRequest, save_weights),
+    "POST save_weights_for_sampler": _in_order(types.SaveWeightsForSamplerRequest, save_weights_for_sampler),
 }

@@ -18,18 +18,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from rlkit.errors import DataError
 from rlkit.types import Sample
 
-__all__ = [
-    "answer",
-    "answer_proto",
-    "parse_forward_backward",
-    "read",
-    "read_datum",
-    "read_turn",
-    "write_outputs",
-    "write_samples",
-    "write_tensor",
-    "write_top",
-]
+__all__ = ["answer", "read", "read_datum", "read_turn", "write_outputs", "write_samples", "write_tensor", "write_top"]
 
 _Kind = TypeVar("_Kind", bound=pydantic.BaseModel)
 _DTYPES: Mapping[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
@@ -47,9 +36,7 @@ async def read(request: Request, kind: type[_Kind]) -> _Kind:
         call = kind.model_validate_json(await request.body(), strict=True, extra="ignore")
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(
-            map(str, (request.path_params.get("name") or request.url.path.rpartition("/")[2], *first["loc"]))
-        )
+        where = ".".join(map(str, (request.url.path.rpartition("/")[2], *first["loc"])))
         raise HTTPException(422, f"{where}: {first['msg']}") from None
     for name, value in call:
         if name.endswith("seq_id") and value is not None and value < 0:
@@ -57,14 +44,11 @@ async def read(request: Request, kind: type[_Kind]) -> _Kind:
     return call
 
 
-def answer(value: pydantic.BaseModel) -> Response:
-    """Return one of the SDK's types as an answer in JSON."""
-    return Response(value.model_dump_json(), media_type="application/json")
-
-
-def answer_proto(message: pb.SampleResponse | pb.ForwardBackwardOutput) -> Response:
-    """Return an answer in protocol buffers."""
-    return Response(message.SerializeToString(), media_type="application/x-protobuf")
+def answer(value: pydantic.BaseModel | pb.SampleResponse | pb.ForwardBackwardOutput) -> Response:
+    """Return one of the SDK's types as an answer: in JSON, or in protocol buffers."""
+    if isinstance(value, pydantic.BaseModel):
+        return Response(value.model_dump_json(), media_type="application/json")
+    return Response(value.SerializeToString(), media_type="application/x-protobuf")
 
 
 class _Turn(pydantic.BaseModel):
@@ -83,15 +67,6 @@ def read_turn(body: bytes) -> tuple[str, int] | None:
             return None
         return (call.model_id, call.seq_id) if call.seq_id else None
     return turn.model_id, turn.seq_id
-
-
-def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
-    """Return the training call in ``body``. Raises HTTPException: 422, it is not one."""
-    try:
-        call: pb.ForwardBackwardRequest = pb.ForwardBackwardRequest.FromString(body)
-    except DecodeError as error:
-        raise HTTPException(422, f"forward_backward: the body is not a ForwardBackwardRequest: {error}") from error
-    return call
 
 
 def read_datum(where: str, datum: pb.Datum) -> tuple[np.ndarray, dict[str, np.ndarray]]:

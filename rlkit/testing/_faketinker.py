@@ -211,14 +211,9 @@ class FakeTinker:
 
     def repeated_operations(self) -> list[AppliedOperation]:
         """Return the operations whose model and seq_id had been carried out before."""
-        known: set[tuple[str, str, int]] = set()
-        repeated = []
-        for x in self.applied:
-            if x.seq_id is not None:
-                key = (x.operation, x.model_id, x.seq_id)
-                repeated += [x] * (key in known)
-                known.add(key)
-        return repeated
+        known: dict[tuple[str, str, int], AppliedOperation] = {}
+        numbered = [(x, (x.operation, x.model_id, x.seq_id)) for x in self.applied if x.seq_id is not None]
+        return [x for x, key in numbered if known.setdefault(key, x) is not x]
 
     @property
     def requests(self) -> list[SeenRequest]:
@@ -327,9 +322,8 @@ class FakeTinker:
 
         run, seq_id = turn
         start = functools.partial(run.order.add, seq_id)
-        return bytes(
-            self.service.accept((run.model_id, seq_id), endpoint, lambda: job, start, model_id=run.model_id).body
-        )
+        answer = self.service.accept((run.model_id, seq_id), endpoint, lambda: job, start, model_id=run.model_id)
+        return bytes(answer.body)
 
 
 class SdkTokenizer:
@@ -370,13 +364,11 @@ def _make_client(**options: Any) -> Any:
     """Return ``AsyncTinker``, with the fake's transport where the base URL is a fake's and no client is given."""
     fake = _live.get(str(options.get("base_url")).rstrip("/"))
     if fake is not None and options.get("http_client") is None:
-        httpx = importlib.import_module("httpx")
-        transport = httpx.MockTransport(fake.respond)
-        options["http_client"] = httpx.AsyncClient(
-            transport=transport,
-            base_url=fake.base_url,
-            follow_redirects=True,  # as the SDK's own client
-        )
+        import httpx
+
+        transport, url = httpx.MockTransport(fake.respond), fake.base_url
+        # Follow redirects as the SDK's own client does.
+        options["http_client"] = httpx.AsyncClient(transport=transport, base_url=url, follow_redirects=True)
     return _find_original(_HOLDER, "AsyncTinker")(**options)
 
 
@@ -404,9 +396,8 @@ def _patch_sdk() -> None:
     try:
         found = {(module, name): getattr(importlib.import_module(module), name) for module, name in _REPLACED}
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"FakeTinker needs tinker 0.38 or a later one with the names it replaces: {error}"
-        ) from error
+        message = f"FakeTinker needs tinker 0.38 or a later one with the names it replaces: {error}"
+        raise UnsupportedError(message) from error
     _originals.update(found)
     for (module, name), replacement in _REPLACED.items():
         setattr(importlib.import_module(module), name, replacement)

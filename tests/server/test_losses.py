@@ -1,217 +1,138 @@
-"""Losses by name: values and gradients equal a float64 oracle's; the optimizer equals torch's."""
+"""Losses by name: values and gradients equal those of float64 formulas of the exact model."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from rlkit.testing import FakeTinker
+from rlkit.backends.toy import Features
 from tests.each import for_each
-from tests.server import oracle
+from tests.server.sdk import prompt, tinker, types
 
-tinker = pytest.importorskip("tinker")
-from tinker import types  # noqa: E402
-
+FEATURES = Features(259)
 CLIP = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 CASES = [
-    ("cross_entropy", {}),
-    ("importance_sampling", {}),
-    ("ppo", {}),
-    ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}),
-    ("cispo", {}),
-    ("cispo", CLIP),
-    ("dro", {}),
-    ("dro", {"beta": 0.3}),
-    ("gspo", {}),
-    ("gspo", CLIP),
+    ("cross_entropy", {}, None),
+    ("cross_entropy", {}, 1),  # [N, K] targets and weights
+    ("cross_entropy", {}, 3),
+    ("cross_entropy", {}, 40),  # of them the SDK sends a few: the others are token 0 with weight 0
+    ("importance_sampling", {}, None),
+    ("ppo", {}, None),
+    ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}, None),
+    ("cispo", {}, None),
+    ("cispo", CLIP, None),
+    ("dro", {}, None),
+    ("dro", {"beta": 0.3}, None),
+    ("gspo", {}, None),
+    ("gspo", CLIP, None),
 ]
 
 
-@pytest.fixture(scope="module")
-def fake():
-    with FakeTinker(seed=0) as fake:
-        yield fake
+def score(weights, tokens, targets):
+    """The logprobs of targets [N] or [N, K] under the model of these weights, a float64 tensor."""
+    table = (torch.tensor(FEATURES.all(tokens)) @ weights).log_softmax(-1)
+    return table.gather(-1, torch.tensor(targets.reshape(len(tokens), -1))).reshape(targets.shape)
 
 
-@pytest.fixture
-def training(fake):
-    return fake.service_client().create_lora_training_client("toy", rank=8).result()
+def formula(name, lp, x, clip_low_threshold=None, clip_high_threshold=None, beta=0.05):
+    """The loss of a datum again."""
+    if name == "cross_entropy":
+        return -(x["weights"] * lp).sum()
+    q, a = x["logprobs"], x["advantages"]
+    if name == "importance_sampling":
+        return -((lp - q).exp() * a).sum()
+    if name == "dro":
+        return -(lp * a - beta / 2 * (lp - q) ** 2).sum()
+    if name == "cispo":
+        low, high = clip_low_threshold or 0.0, clip_high_threshold or 4.0
+        return -((lp - q).exp().clamp(low, high).detach() * lp * a).sum()
+    low, high, ratio = clip_low_threshold or 0.8, clip_high_threshold or 1.2, (lp - q).exp()
+    if name == "gspo":
+        mask = x.get("sequence_ratio_mask", (a != 0).double())
+        mean = (mask * (lp - q)).sum() / mask.sum() if mask.any() else torch.zeros(())
+        ratio = (mean.detach() + lp - lp.detach()).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
 
 
-def weights_of(fake, training):
-    return fake.service.runs[training.model_id].model.backend._weights
+def make_batch(weights, name, seed, k=None):
+    """Datums with ratios around 1 and prompts of zeros, as (tokens, targets, inputs).
 
-
-def batch(weights, name, rng, k=None):
-    """Datums whose targets are any tokens, with ratios around 1, as (tokens, targets, inputs)."""
-    data = []
+    Their targets are the next tokens, which makes them ordinary datums of the backend, or with another seed any.
+    """
+    rng, data = np.random.default_rng(seed), []
     for n in (1, 5, 9):
-        tokens, shape = rng.integers(0, 259, n), (n,) if k is None else (n, k)
+        tokens, shape, on = rng.integers(0, 259, n), (n,) if k is None else (n, k), np.arange(n) >= n // 3
         targets = rng.integers(0, 259, shape)
-        inputs = {}
-        if name == "cross_entropy":
-            inputs["weights"] = rng.normal(size=shape)
-        else:
-            inputs["logprobs"] = oracle.logprobs(weights, tokens, targets) + rng.normal(0, 0.15, shape)
-            inputs["advantages"] = rng.normal(size=shape)
-        if name == "gspo":
-            inputs["sequence_ratio_mask"] = (np.arange(n) >= n // 3) * 1.0
+        if seed == 0:
+            targets[:-1] = tokens[1:].reshape(-1, *[1] * (k is not None))
+        inputs = {"weights": rng.normal(size=shape)}
+        if k == 40:
+            sent = rng.random(shape) < 0.05
+            targets, inputs = targets * sent, {"weights": inputs["weights"] * sent}
+        if name != "cross_entropy":
+            q = score(torch.tensor(weights), tokens, targets).numpy() + rng.normal(0, 0.15, shape)
+            inputs = {"logprobs": q * on, "advantages": rng.normal(size=shape) * on}
+        if name == "gspo" and seed:
+            inputs["sequence_ratio_mask"] = np.arange(n) >= n // 4  # of more than what has an advantage
         data.append((tokens, targets, {key: x.astype(np.float32) for key, x in inputs.items()}))
     return data
 
 
-def datums(data):
-    return [
-        types.Datum(types.ModelInput.from_ints(x.tolist()), {"target_tokens": t, **inputs}) for x, t, inputs in data
-    ]
+def to_sdk(name, data):
+    """As datums. Where the advantage is 0 a ratio without a bound is not looked at: 0 times infinity is no number."""
+    found = []
+    for tokens, targets, inputs in data:
+        if name in ("importance_sampling", "ppo", "cispo"):
+            off = inputs["advantages"] == 0
+            inputs = {**inputs, "logprobs": np.where(off, -1000, inputs["logprobs"]).astype(np.float32)}
+        arrays = {"target_tokens": targets, **inputs}
+        if targets.shape[-1] == 40:  # matrices of torch are sent as sparse ones
+            arrays = {key: torch.tensor(x) for key, x in arrays.items()}
+        found.append(types.Datum(prompt(tokens), arrays))
+    assert (found[-1].loss_fn_inputs["target_tokens"].sparse_crow_indices is not None) == (targets.shape[-1] == 40)
+    return found
 
 
-def compare(fake, training, name, config, data):
-    """Value, per-datum logprobs and gradient of a call against the oracle's."""
-    weights = weights_of(fake, training).value
-    result = training.forward_backward(datums(data), name, config).result()
-    assert result.metrics["loss:sum"] == pytest.approx(oracle.loss(name, config, weights, weights, data), rel=2e-5)
-    for (tokens, targets, _), found in zip(data, result.loss_fn_outputs, strict=True):
-        np.testing.assert_allclose(found["logprobs"].to_numpy(), oracle.logprobs(weights, tokens, targets), atol=1e-5)
-        assert found["logprobs"].shape == list(targets.shape)
-    terms = sum(x["elementwise_loss"].to_numpy().sum() for x in result.loss_fn_outputs)
-    assert terms == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
-    gradient = weights_of(fake, training).gradient
-    rng = np.random.default_rng(3)
-    for _ in range(3):
-        direction = rng.normal(size=gradient.shape)
-        expected = oracle.slope(name, config, weights, data, direction)
-        assert (gradient * direction).sum() == pytest.approx(expected, rel=1e-4, abs=1e-4 * np.abs(gradient).sum())
+@pytest.fixture
+def state(fake, training):
+    """The weights of the model, and its gradient."""
+    return fake.service.runs[training.model_id].model.backend._weights
 
 
-@for_each(("name", "config"), CASES)
-def test_value_and_gradient(fake, training, name, config):
-    weights = weights_of(fake, training).value
+def forget(training):
+    """Ends an accumulation without a change of the weights."""
+    training.optim_step(types.AdamParams(learning_rate=0.0)).result()
+
+
+@for_each(("name", "config", "k"), CASES)
+def test_value_and_gradient(state, training, name, config, k):
+    """Of each call alone, and the logprobs and terms of each datum; forward leaves no gradient."""
     for seed in (0, 1):
-        compare(fake, training, name, config, batch(weights, name, np.random.default_rng(seed)))
-        training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-
-
-def test_a_sequence_without_a_mask(fake, training):
-    """gspo's mean is then over what has an advantage, and a sequence in which nothing has one adds nothing."""
-    weights, data = weights_of(fake, training).value, []
-    for tokens, targets, inputs in batch(weights, "gspo", np.random.default_rng(0)):
-        inputs["advantages"] *= inputs["sequence_ratio_mask"]
-        inputs["logprobs"] *= inputs["sequence_ratio_mask"]  # prompts have none
-        data.append((tokens, targets, inputs))
-    compare(fake, training, "gspo", {}, data)
-    whole = training.forward(datums(data), "gspo").result()
-    bare = [(x, t, {k: a for k, a in inputs.items() if k != "sequence_ratio_mask"}) for x, t, inputs in data]
-    assert training.forward(datums(bare), "gspo").result().metrics == whole.metrics
-    x, t, inputs = bare[2]
-    nothing = [(x, t, {**inputs, "advantages": np.zeros_like(inputs["advantages"])})]
-    assert training.forward_backward(datums(nothing), "gspo").result().metrics["loss:sum"] == 0.0
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_matrix_targets(fake, training, k):
-    """cross_entropy takes [N, K] targets and weights."""
-    weights = weights_of(fake, training).value
-    compare(fake, training, "cross_entropy", {}, batch(weights, "cross_entropy", np.random.default_rng(0), k))
-
-
-def test_sparse_targets(fake, training):
-    """As the SDK sends matrices of torch: their dense form; cells that are not listed are token 0 with weight 0."""
-    import torch
-
-    targets, weights = torch.zeros(6, 9, dtype=torch.int64), torch.zeros(6, 9)
-    for i, j in ((0, 1), (2, 0), (2, 8), (5, 4)):
-        targets[i, j], weights[i, j] = 60 + i + j, 0.5 + i
-    tokens = types.ModelInput.from_ints([1, 2, 3, 4, 5, 6])
-    sparse = types.Datum(tokens, {"target_tokens": targets, "weights": weights})
-    assert sparse.loss_fn_inputs["weights"].sparse_crow_indices is not None
-    dense = types.Datum(tokens, {"target_tokens": targets.numpy(), "weights": weights.numpy()})
-    found = [training.forward([d], "cross_entropy").result() for d in (sparse, dense)]
-    assert found[0].metrics == found[1].metrics
-    gradients = []
-    for d in (sparse, dense):
-        weights_of(fake, training).gradient = np.zeros_like(weights_of(fake, training).gradient)
-        training.forward_backward([d], "cross_entropy").result()
-        gradients.append(weights_of(fake, training).gradient)
-    np.testing.assert_array_equal(*gradients)
-
-
-def test_clipping_stops_the_gradient(fake, training):
-    """Beyond its bound the good way a token of ppo has none; cispo keeps one, of the bound's size."""
-    state = weights_of(fake, training)
-    tokens, targets = np.array([7]), np.array([8])
-    lp = oracle.logprobs(state.value, tokens, targets)
-    data = [(tokens, targets, {"logprobs": (lp - 1.0).astype(np.float32), "advantages": np.ones(1, np.float32)})]
-    training.forward_backward(datums(data), "ppo").result()
-    assert np.abs(weights_of(fake, training).gradient).max() == 0
-    training.forward_backward(datums(data), "cispo", {"clip_high_threshold": 1.5}).result()
-    clipped = weights_of(fake, training).gradient
-    training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    training.forward_backward(datums(data), "importance_sampling").result()
-    np.testing.assert_allclose(clipped * np.e / 1.5, weights_of(fake, training).gradient, rtol=1e-5)
-
-
-def test_dro_has_no_mask(fake, training):
-    """A position with q = 0 and A = 0 still pulls: the reason why clients fill in q."""
-    state = weights_of(fake, training)
-    data = [
-        (np.array([7]), np.array([8]), {"logprobs": np.zeros(1, np.float32), "advantages": np.zeros(1, np.float32)})
-    ]
-    training.forward_backward(datums(data), "dro", {"beta": 1.0}).result()
-    assert np.abs(weights_of(fake, training).gradient).max() > 0.1
-    own = oracle.logprobs(state.value, *data[0][:2]).astype(np.float32)
-    training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    training.forward_backward(datums([(*data[0][:2], {**data[0][2], "logprobs": own})]), "dro", {"beta": 1.0}).result()
-    assert np.abs(weights_of(fake, training).gradient).max() < 1e-5
-
-
-def test_forward_leaves_no_gradient(fake, training):
-    data = batch(weights_of(fake, training).value, "ppo", np.random.default_rng(0))
-    forward = training.forward(datums(data), "ppo").result()
-    assert np.abs(weights_of(fake, training).gradient).max() == 0
-    assert forward.metrics == training.forward_backward(datums(data), "ppo").result().metrics
-
-
-def test_gradients_accumulate(fake, training):
-    """Two calls are one call with both datums, up to the order of a sum."""
-    data = batch(weights_of(fake, training).value, "ppo", np.random.default_rng(0))
-    for part in (data[:1], data[1:]):
-        training.forward_backward(datums(part), "ppo").result()
-    parts = weights_of(fake, training).gradient
-    training.optim_step(types.AdamParams(learning_rate=0.0)).result()
-    training.forward_backward(datums(data), "ppo").result()
-    np.testing.assert_allclose(parts, weights_of(fake, training).gradient, atol=1e-12)
-
-
-def test_optimizer_is_adamw(fake, training):
-    """Ten steps with changing settings, clipping among them, and one without a gradient, equal torch.optim.AdamW."""
-    import torch
-
-    rng = np.random.default_rng(5)
-    start = weights_of(fake, training).value
-    parameter = torch.tensor(start, requires_grad=True)
-    optimizer = torch.optim.AdamW([parameter])
-    for step in range(10):
-        settings = {"learning_rate": 10.0 ** -rng.integers(1, 4), "beta1": 0.8, "beta2": 0.97, "eps": 1e-10}
-        settings |= {"weight_decay": 0.1 * (step % 3), "grad_clip_norm": 0.5 * (step % 2)}
-        if step != 6:
-            state = weights_of(fake, training)
-            training.forward_backward(datums(batch(state.value, "cross_entropy", rng)), "cross_entropy").result()
-        parameter.grad = torch.tensor(weights_of(fake, training).gradient)
-        if settings["grad_clip_norm"]:
-            torch.nn.utils.clip_grad_norm_([parameter], settings["grad_clip_norm"])
-        group = optimizer.param_groups[0]
-        group |= {"lr": settings["learning_rate"], "betas": (0.8, 0.97), "eps": 1e-10}
-        group["weight_decay"] = settings["weight_decay"]
-        optimizer.step()
-        training.optim_step(types.AdamParams(**settings)).result()
-        np.testing.assert_allclose(weights_of(fake, training).value, parameter.detach(), rtol=1e-6, atol=1e-7)
-    assert np.abs(start - parameter.detach().numpy()).max() > 0.05
+        data, weights = make_batch(state.value, name, seed, k), torch.tensor(state.value, requires_grad=True)
+        if name == "gspo" and not seed:
+            data[0][2]["advantages"][:] = 0  # a sequence without any adds nothing
+        scores = [score(weights, tokens, targets) for tokens, targets, _ in data]
+        inputs = [{key: torch.tensor(x, dtype=torch.float64) for key, x in row[2].items()} for row in data]
+        losses = [formula(name, lp, x, **config) for lp, x in zip(scores, inputs, strict=True)]
+        sum(losses).backward()
+        value = sum(losses).item()
+        forward = training.forward(to_sdk(name, data), name, config).result()
+        assert not state.gradient.any()
+        result = training.forward_backward(to_sdk(name, data), name, config).result()
+        assert forward.metrics == result.metrics == {"loss:sum": pytest.approx(value, rel=2e-5)}
+        for lp, loss, found in zip(scores, losses, result.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(found["logprobs"].to_numpy(), lp.detach(), atol=1e-5)
+            assert found["elementwise_loss"].to_numpy().sum() == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        gradient = weights.grad.numpy()
+        np.testing.assert_allclose(state.gradient, gradient, rtol=0, atol=1e-4 * np.abs(gradient).max())
+        forget(training)
 
 
 BAD = {
     "no loss of that name": ("nothing", {}, {}, "unknown"),
     "stable_reinforce": ("stable_reinforce", {}, {}, "stability"),
+    "a loss sent as a graph": ("custom", {"loss_id": "x"}, {}, "unknown"),
     "unknown setting": ("ppo", {"epsilon": 0.2}, {}, "no such setting"),
     "text setting": ("ppo", {"clip_low_threshold": "a"}, {}, "finite number"),
     "missing input": ("ppo", {}, {"advantages": None}, "lacks 'advantages'"),
@@ -222,33 +143,27 @@ BAD = {
     "matrix": ("ppo", {}, {"target_tokens": np.ones((3, 2), np.int64)}, "one row per token"),
     "not a number": ("ppo", {}, {"advantages": np.array([0, np.nan, 0], np.float32)}, "[1] is nan"),
     "infinite": ("ppo", {}, {"logprobs": np.array([0, 0, -np.inf], np.float32)}, "[2] is -inf"),
+    "not a logprob": ("ppo", {}, {"logprobs": np.array([-1, 0.5, 0], np.float32)}, "has an entry of 0.5"),
+    "not finite": ("importance_sampling", {}, {"logprobs": np.full(3, -1000, np.float32)}, "at data[1]"),
     "negative id": ("ppo", {}, {"target_tokens": np.array([1, -1, 2])}, "[-1, 2]"),
     "id too large": ("ppo", {}, {"target_tokens": np.array([1, 1, 259])}, "[1, 259]"),
-    "a loss sent as a graph": ("custom", {"loss_id": "x"}, {}, "unknown"),
 }
 
 
 @for_each("case", BAD)
-def test_bad_calls_are_refused(fake, training, case):
+def test_bad_calls_are_refused(state, training, case):
     """By name and index, changing nothing, and the client goes on."""
     name, config, changes, message = BAD[case]
-    inputs = {"target_tokens": np.array([1, 2, 3]), "logprobs": -np.ones(3, np.float32)}
-    inputs = {**inputs, "advantages": np.ones(3, np.float32), **changes}
-    inputs = {key: x for key, x in inputs.items() if x is not None}
-    bad = types.Datum(types.ModelInput.from_ints([1, 2, 3]), inputs)
-    good = types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": np.array([2])})
-    before = weights_of(fake, training).gradient
-    with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError)) as caught:
-        training.forward_backward([bad], name, config).result()
-    assert message in str(caught.value)
-    assert weights_of(fake, training).gradient is before
-    training.forward_backward([good], "cross_entropy").result()
-
-
-def test_logprobs_are_at_most_0(training):
-    """Whoever sends probabilities is told so, before anything is computed."""
-    inputs = {"logprobs": np.array([-1.0, 0.5], np.float32), "advantages": np.ones(2, np.float32)}
-    datum = types.Datum(types.ModelInput.from_ints([7, 8]), {"target_tokens": np.array([8, 9]), **inputs})
+    one = np.ones(3, np.float32)
+    inputs = {"target_tokens": np.array([2, 3, 1]), "logprobs": -6 * one, "advantages": one}
+    fine, bad = (
+        types.Datum(prompt([1, 2, 3]), {key: x for key, x in (inputs | more).items() if x is not None})
+        for more in ({}, changes)
+    )
     for call in (training.forward, training.forward_backward):
-        with pytest.raises(tinker.BadRequestError, match=r"\['logprobs'\] has an entry of 0.5; expected logprobs"):
-            call([datum], "ppo").result()
+        with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError)) as caught:
+            call([fine, bad], name, config).result()
+        assert message in str(caught.value)
+    assert not state.gradient.any()
+    training.forward_backward([fine], "ppo").result()
+    forget(training)

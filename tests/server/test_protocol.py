@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 
-import httpx
 import numpy as np
 import pytest
-
-pytest.importorskip("tinker")
 from tinker.proto import tinker_public_pb2 as pb
 
 from rlkit.backends.toy import ToySampler
 from rlkit.server import Service, _app
-from rlkit.server._models import toy_models
+from rlkit.server._wire import read_datum
 from tests.each import for_each
 from tests.server.client import SESSION, Client, training_call
 
@@ -24,7 +21,7 @@ def make():
     made = []
 
     def new(**options):
-        made.append(Service(toy_models(), names=["toy"], seed=0, **options))
+        made.append(Service(names=["toy"], seed=0, **options))
         return Client(made[-1])
 
     yield new
@@ -32,29 +29,35 @@ def make():
         service.close()
 
 
-def steps(client):
-    return [x.seq_id for x in client.service.applied if x.operation == "optim_step"]
+@pytest.fixture
+def client(make):
+    return make()
 
 
-def test_requests_are_carried_out_in_the_clients_order(make, monkeypatch):
+@pytest.fixture
+def model(client):
+    return client.model()
+
+
+def drain(client, model):
+    client.service.runs[model].worker.drain()
+
+
+def test_requests_are_carried_out_in_the_clients_order(client, model, monkeypatch):
     """Whatever order they arrive in."""
     monkeypatch.setattr(_app, "_POLL", 0.05)
-    client = make()
-    model = client.model()
     third, second = client.step(model, 3)[1], client.step(model, 2)[1]
-    assert client.post("retrieve_future", second | {"model_id": model}) == (
-        408,
-        {"type": "try_again", "request_id": second["request_id"], "queue_state": "active"},
-    )
+    waiting = {"type": "try_again", "request_id": second["request_id"], "queue_state": "active"}
+    assert client.post("retrieve_future", second | {"model_id": model}) == (408, waiting)
     first = client.step(model, 1)[1]
     monkeypatch.undo()
     for accepted in (third, second, first):
         assert "metrics" in client.result(accepted)
-    assert steps(client) == [1, 2, 3]
+    assert client.steps() == [1, 2, 3]
 
 
 def test_a_request_that_never_comes(make):
-    """What waits for it fails in the end, and says what it waited for."""
+    """What waits for it fails in the end, says what it waited for, and is not carried out later."""
     client = make(patience=0.05)
     model = client.model()
     accepted = client.step(model, 2)
@@ -63,37 +66,32 @@ def test_a_request_that_never_comes(make):
         assert answer["category"] == "user"
         assert "seq_id 1, never arrived" in answer["error"]
     client.result(client.step(model, 1))
-    client.service.runs[model].worker.drain()
-    assert steps(client) == [1]  # what was given up is not carried out later
+    drain(client, model)
+    assert client.steps() == [1]
 
 
-def test_a_request_that_comes_twice(make):
+def test_a_request_that_comes_twice(client, model, make):
     """Is carried out once and gets the first one's id; another request cannot take its number."""
-    client = make()
-    model = client.model()
     first, again = client.step(model, 1)[1], client.step(model, 1)[1]
     assert first == again
     assert client.result(first) == client.result(first)
-    assert steps(client) == [1]
     status, answer = client.post("forward_backward", training_call(model, 1).SerializeToString())
-    assert status == 400
-    assert "already belongs to a optim_step" in answer["detail"]
+    assert (status, "already belongs to a optim_step" in answer["detail"]) == (400, True)
     assert client.model() == model
-    save = {"model_id": model, "seq_id": 2, "path": "a"}
-    assert client.post("save_weights", save) == client.post("save_weights", save)  # the name is its own
-
-
-def test_a_server_that_does_not_recognise_repeats(make):
-    client = make(dedupe=False)
-    model = client.model()
-    accepted = [client.step(model, 1)[1] for _ in range(2)]
+    assert client.save(model, 2, path="a") == client.save(model, 2, path="a")  # the name is its own
+    assert client.steps() == [1]
+    other = make(dedupe=False)  # a server that does not recognise repeats
+    other.model()
+    accepted = [other.step(model, 1)[1] for _ in range(2)]
     assert accepted[0] != accepted[1]
-    assert all("metrics" in client.result(x) for x in accepted)
-    assert steps(client) == [1, 1]
+    assert all("metrics" in other.result(x) for x in accepted)
+    assert other.steps() == [1, 1]
 
 
 def test_a_refused_request_has_had_its_turn(make):
     """Wherever it was refused: the next one is carried out; sent again with better contents it is, too."""
+    empty = training_call("", 1)
+    empty.ClearField("data")
     refused = [
         ("save_weights_somewhere", {}),
         ("optim_step", {"adam_params": 3}),
@@ -101,230 +99,204 @@ def test_a_refused_request_has_had_its_turn(make):
         ("samplers/x", {}),
         ("save_weights", {"path": "a/b"}),
         ("load_weights", {"path": "tinker://a/weights/b", "optimizer": True}),
-        ("forward_backward", training_call("", 0).SerializeToString()),
+        ("forward_backward", empty),
     ]
     client = make(patience=0.3)
-    for number, (path, more) in enumerate(refused):
-        model = client.model(number)
-        body = {"model_id": model, "seq_id": 1} | more if isinstance(more, dict) else more
-        if isinstance(body, bytes):
-            message = training_call(model, 1)
-            message.ClearField("data")
-            body = message.SerializeToString()
-        assert client.post(path, body)[0] in (400, 404, 405, 422), path
+    for number, (path, body) in enumerate(refused):
+        model = empty.model_id = client.model(number)
+        sent = empty.SerializeToString() if body is empty else {"model_id": model, "seq_id": 1, **body}
+        assert client.post(path, sent)[0] in (400, 404, 405, 422), path
         assert "metrics" in client.result(client.step(model, 2)), path
         assert "metrics" in client.result(client.step(model, 1)), path
-    assert steps(client) == [2, 1] * len(refused)
-
-
-def test_a_refused_copy_of_a_request_that_waits(make):
-    """Does not take its turn: another request under a number that is held is refused, and that one is carried out."""
-    client = make()
-    model = client.model()
-    waiting = client.step(model, 2)
-    assert client.post("nothing", {"model_id": model, "seq_id": 2})[0] == 404
-    client.result(client.step(model, 1))
+    assert client.steps() == [2, 1] * len(refused)
+    waiting = client.step(model, 4)  # a refused copy of it does not take its turn
+    assert client.post("nothing", {"model_id": model, "seq_id": 4})[0] == 404
+    client.result(client.step(model, 3))
     assert "metrics" in client.result(waiting)
-    assert steps(client) == [1, 2]
 
 
-def test_old_results_are_gone_and_never_repeated(make, monkeypatch):
+def test_results_are_bounded(client, model, monkeypatch):
+    """Those that were read long ago are gone and never repeated; so are the oldest of very many."""
     monkeypatch.setattr(_app, "_KEPT", 2)
-    client = make()
-    model = client.model()
     accepted = [client.step(model, seq_id)[1] for seq_id in range(1, 6)]
     for each in accepted:
         client.result(each)
     assert client.post("retrieve_future", accepted[0])[0] == 410
     client.result(accepted[4])
     assert client.step(model, 1)[0] == 410
-    assert steps(client) == [1, 2, 3, 4, 5]
-
-
-def test_results_that_nobody_reads_are_bounded(make, monkeypatch):
+    assert client.steps() == [1, 2, 3, 4, 5]
     monkeypatch.setattr(_app, "_LIMIT", 3)
-    client = make()
-    model = client.model()
     accepted = []
-    for seq_id in range(1, 7):
+    for seq_id in range(6, 12):
         accepted.append(client.step(model, seq_id)[1])
-        client.service.runs[model].worker.drain()
+        drain(client, model)
     assert [client.post("retrieve_future", x)[0] for x in accepted] == [410, 410, 410, 200, 200, 200]
 
 
-def test_a_request_is_cancelled(make, monkeypatch):
+def test_a_request_is_cancelled(client, model):
     """If it has not started: it is not carried out, and its result is gone."""
-    client = make()
-    model = client.model()
     accepted = client.step(model, 2)[1]
     assert client.post("cancel_future", accepted) == (200, {})
     client.result(client.step(model, 1))
     assert client.post("retrieve_future", accepted)[0] == 410
-    client.service.runs[model].worker.drain()
-    assert steps(client) == [1]
+    drain(client, model)
+    assert client.steps() == [1]
 
 
-def test_a_failed_call_adds_nothing(make):
+def test_a_failed_call_adds_nothing(client, model):
     """And what follows is carried out, as the real service does."""
-    client = make()
-    model = client.model()
     bad = client.post("forward_backward", training_call(model, 1, targets=(2, 400)).SerializeToString())
     step = client.step(model, 2)
     answer = client.result(bad)
-    assert answer["category"] == "user"
-    assert "[0, 258]" in answer["error"]
+    assert (answer["category"], "[0, 258]" in answer["error"]) == ("user", True)
     assert client.result(step) == {"metrics": {"grad_norm:mean": 0.0}}
 
 
-def test_fields_of_newer_clients_are_let_through(make):
+def test_fields_of_newer_clients_are_let_through(client):
     """Nested ones, too: the SDK's own types would refuse them."""
-    client = make()
     model = client.model(lora_config={"rank": 4, "new_nested": {"a": 1}}, new_field=[1])
     assert "metrics" in client.result(client.step(model, 1, new_number=3.0))
     assert client.sample(client.sampler(new=1), params={"new": 2}, new=None)[0] == 200
 
 
-@for_each(
-    ("path", "body", "status", "message"),
-    [
-        ("nothing", {}, 404, "POST /api/v1/nothing is not an endpoint"),
-        ("samplers/x", {}, 405, "takes GET"),
-        ("training_runs/x/checkpoints/weights/a/publish", {}, 405, "takes DELETE"),
-        ("save_weights_external", {}, 404, "not an endpoint"),
-        ("create_custom_loss", {}, 404, "not an endpoint"),
-        ("optim_step", b"{", 422, "optim_step: Invalid JSON"),
-        ("optim_step", [1], 422, "should be an object"),
-        ("optim_step", b"[" * 200_000, 422, "JSON"),
-        ("retrieve_future", b'{"a":' * 200_000, 422, "JSON"),
-        ("create_session", b"1" * 10_000, 422, "create_session: "),
-        ("optim_step", {}, 422, "optim_step.model_id: Field required"),
-        ("optim_step", {"model_id": 3}, 422, "optim_step.model_id: Input should be a valid string"),
-        ("optim_step", {"model_id": "x"}, 404, "model 'x' is unknown"),
-        ("optim_step", {"model_id": "x", "seq_id": -1}, 422, "seq_id is -1"),
-        ("forward_backward", b"\xff\xff", 422, "not a ForwardBackwardRequest"),
-        ("retrieve_future", {"request_id": "x"}, 404, "request 'x' is unknown"),
-        ("retrieve_future", {"request_id": "sample-000099"}, 404, "is unknown"),
-        ("cancel_future", {"request_id": "x"}, 404, "request 'x' is unknown"),
-        ("create_model", {"session_id": "x", "model_seq_id": 0, "base_model": "toy"}, 404, "session 'x' is unknown"),
-        ("create_model", {"model_seq_id": 9, "base_model": "big"}, 400, "this server has: toy"),
-        ("create_model", {"model_seq_id": 9, "base_model": "toy", "lora_config": {"rank": 500}}, 400, "limit is 128"),
-        ("create_model", {"model_seq_id": 9, "base_model": "toy", "lora_config": {"rank": 0}}, 400, "rank"),
-        (
-            "create_model",
-            {"model_seq_id": 9, "base_model": "toy", "optimizer_config": {"type": "dimuon"}},
-            400,
-            "adamw",
-        ),
-        ("create_sampling_session", {"sampling_session_seq_id": 0}, 400, "neither"),
-        ("create_sampling_session", {"sampling_session_seq_id": 0, "base_model": "x"}, 400, "has: toy"),
-        ("create_sampling_session", {"sampling_session_seq_id": 0, "model_path": "x"}, 400, "is not a checkpoint"),
-        (
-            "create_sampling_session",
-            {"sampling_session_seq_id": 0, "model_path": "tinker://a/sampler_weights/b"},
-            404,
-            "the checkpoint tinker://a/sampler_weights/b does not exist",
-        ),
-        ("load_weights", {"model_seq_id": 9, "path": "tinker://a/weights/b", "optimizer": True}, 404, "does not exist"),
-        ("weights_info", {"tinker_path": "/etc/passwd"}, 400, "is not a checkpoint"),
+REFUSED = {  # bodies that are objects also name the session, a new model's number, and the one that there is
+    "nothing": [({}, 404, "POST /api/v1/nothing is not an endpoint")],
+    "samplers/x": [({}, 405, "takes GET")],
+    "training_runs/x/checkpoints/weights/a/publish": [({}, 405, "takes DELETE")],
+    "forward_backward": [(b"\xff\xff", 422, "not a ForwardBackwardRequest")],
+    "retrieve_future": [
+        (b'{"a":' * 200_000, 422, "JSON"),
+        ({"request_id": "x"}, 404, "request 'x' is unknown"),
+        ({"request_id": "sample-000099"}, 404, "is unknown"),
     ],
-)
-def test_refused(make, path, body, status, message):
-    """With a status and one sentence that says what is wrong."""
-    client = make()
-    if isinstance(body, dict) and ("model_seq_id" in body or "sampling_session_seq_id" in body):
-        body = {"session_id": client.session, **body}
-    found, answer = client.post(path, body)
-    assert found == status, answer
-    assert message in answer["detail"]
-
-
-def test_bad_optimizer_settings(make):
-    client = make()
-    model = client.model()
-    for params in (
-        {"learning_rate": None},
-        {"learning_rate": float("nan")},
-        {"learning_rate": -1.0},
-        {"learning_rate": 10**400},
-        {"learning_rate": float("inf")},
-        {"beta1": 1.0},
-        {"eps": 0.0},
-        {"eps": "small"},
-        {"grad_clip_norm": True},
-    ):
-        status, answer = client.step(model, 1, **params)
-        assert status in (400, 422), params
-        assert next(iter(params)) in answer["detail"]
-    assert steps(client) == []
-
-
-def test_default_optimizer_settings(make):
-    """What the client leaves out is the API's default; another optimizer's numbers are never AdamW's."""
-    client = make()
-    model = client.model()
-    client.result(client.post("forward_backward", training_call(model, 1).SerializeToString()))
-    weights = client.service.runs[model].model.backend._weights
-    before = weights.value
-    client.result(client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}))
-    assert abs(abs(weights.value - before).max() - 1e-4) < 1e-8
-    for params in ({"type": "dimuon"}, {"type": "dimuon", "learning_rate": 0.1, "beta1": 0.5}):
-        status, answer = client.post("optim_step", {"model_id": model, "seq_id": 3, "optimizer_params": params})
-        assert status == 400
-        assert "'dimuon'" in answer["detail"]
-
-
-def _make_sparse(message, shape, rows):
-    tensor = message.data[0].loss_fn_inputs["target_tokens"]
-    tensor.ClearField("shape")
-    tensor.shape.extend(shape)
-    tensor.sparse_csr.values = np.array([4, 5], np.int64).tobytes()
-    tensor.sparse_csr.crow_indices = np.array(rows, np.int64).tobytes()
-    tensor.sparse_csr.col_indices = np.array([0, 2], np.int64).tobytes()
-
-
-@for_each(
-    ("change", "message"),
-    [
-        (lambda m: m.ClearField("data"), "data is empty"),
-        (lambda m: m.data[0].model_input[0].image.__setattr__("data", b"x"), "chunk of image"),
-        (lambda m: m.data[0].ClearField("model_input"), "one row per token"),
-        (lambda m: m.data[0].model_input[0].encoded_text.__setattr__("tokens", b"123"), "multiple of 4"),
-        (
-            lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dtype", pb.DTYPE_BFLOAT16),
-            "float32 or int64",
-        ),
-        (lambda m: m.data[0].loss_fn_inputs["target_tokens"].__setattr__("dense", b"1"), "multiple of 8"),
-        (lambda m: m.data[0].loss_fn_inputs["target_tokens"].shape.append(7), "for the shape [2, 7]"),
-        (lambda m: m.data[0].loss_fn_inputs["target_tokens"].sparse_csr.SetInParent(), "two dimensions"),
-        (lambda m: _make_sparse(m, [2, 3], [0, 1, 5]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 3], [1, 1, 2]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [3, 3], [0, 2, 1, 2]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 3], [0, 1]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 2], [0, 1, 2]), "indices do not fit"),
-        (lambda m: _make_sparse(m, [2, 10**12], [0, 1, 2]), "bounded size"),
+    "cancel_future": [({"request_id": "x"}, 404, "request 'x' is unknown")],
+    "optim_step": [
+        (b"{", 422, "optim_step: Invalid JSON"),
+        ([1], 422, "should be an object"),
+        (b"[" * 200_000, 422, "JSON"),
+        (b"{}", 422, "optim_step.model_id: Field required"),
+        ({"model_id": 3}, 422, "optim_step.model_id: Input should be a valid string"),
+        ({"model_id": "x"}, 404, "model 'x' is unknown"),
+        ({"seq_id": -1}, 422, "seq_id is -1"),
+        ({"adam_params": {"learning_rate": None}}, 422, "learning_rate"),
+        *(({"adam_params": {"learning_rate": x}}, 400, "learning_rate") for x in (math.nan, 10**400, -1.0)),
+        ({"adam_params": {"grad_clip_norm": True}}, 422, "grad_clip_norm"),
+        # Another optimizer's numbers are never AdamW's.
+        ({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1, "beta1": 0.5}}, 400, "'dimuon'"),
     ],
-)
-def test_bad_messages(make, change, message):
-    client = make()
-    request = training_call(client.model(), 1)
-    change(request)
+    "create_model": [
+        ({"session_id": "x"}, 404, "session 'x' is unknown"),
+        ({"base_model": "big"}, 400, "this server has: toy"),
+        ({"lora_config": {"rank": 500}}, 400, "limit is 128"),
+        ({"lora_config": {"rank": 0}}, 400, "rank"),
+        ({"optimizer_config": {"type": "dimuon"}}, 400, "adamw"),
+    ],
+    "create_sampling_session": [
+        ({"base_model": None}, 400, "neither"),
+        ({"base_model": "x"}, 400, "has: toy"),
+        ({"model_path": "x"}, 400, "is not a checkpoint"),
+        ({"model_path": "tinker://a/sampler_weights/b"}, 404, "tinker://a/sampler_weights/b does not exist"),
+    ],
+    "load_weights": [({"path": "tinker://a/weights/b", "optimizer": True}, 404, "does not exist")],
+    "weights_info": [({"tinker_path": "/etc/passwd"}, 400, "is not a checkpoint")],
+    "asample": [
+        *(({"sampling_params": {name: x}}, 400, name) for name, x in [("max_tokens", 0), ("top_p", 0.0), ("top_k", 0)]),
+        ({"sampling_params": {"temperature": -1.0}}, 400, "temperature"),
+        ({"sampling_params": {"min_p": 2.0}}, 400, "min_p"),
+        ({"sampling_params": {"stop": [""]}}, 400, "stop"),
+        *(({"sampling_params": {"seed": seed}}, 422, "seed") for seed in (-1, 2**64)),
+        *(({"num_samples": n}, 422, "num_samples") for n in (0, 4097)),
+        ({"topk_prompt_logprobs": -1}, 422, "topk_prompt_logprobs"),
+        ({"topk_sample_logprobs": -1}, 422, "topk_sample_logprobs"),
+        ({"prompt_alt_tokens_k": 2}, 400, "prompt_alt_tokens_k is not offered"),
+        *(
+            ({"prompt_logprobs": x, "prompt_logprobs_last_n": n}, 400, "expected 1 to 1")
+            for x, n in [(True, 2), (False, 1)]
+        ),
+        ({"prompt": {"chunks": []}}, 400, "at least one"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [-1]}]}}, 400, "each an id >= 0"),
+        ({"prompt": {"chunks": [{"type": "image_asset_pointer", "format": "png", "location": "x"}]}}, 400, "text only"),
+    ]
+    + [
+        ({"target_prompt_logprobs": {"dtype": "int64", **tensor}}, status, "target_prompt_logprobs")
+        for status, tensor in [
+            (422, {"data": ["x"], "shape": [1, 1]}),
+            (400, {"data": [10**30], "shape": [1, 1]}),
+            (400, {"data": [1], "shape": None}),
+            (400, {"data": [-1], "shape": [1, 1]}),
+            (400, {"data": [-2], "shape": [1, 1]}),
+            (400, {"data": [1, 2], "shape": [-1, -2]}),
+            (400, {"data": [1, 2], "shape": [2, 1]}),
+            (400, {"data": [1], "shape": [1, 3], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]}),
+        ]
+    ],
+}
+
+
+def test_refused(make):
+    """With a status and one sentence that says what is wrong, by name; nothing is done."""
+    client, wrong = make(), []
+    every = {"session_id": client.session, "model_seq_id": 9, "sampling_session_seq_id": 9, "base_model": "toy"}
+    every |= {"model_id": client.model(), "sampling_session_id": client.sampler(), "sampling_params": {}}
+    every |= {"seq_id": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [65, 66]}]}}
+    for path, cases in REFUSED.items():
+        for body, status, message in cases:
+            answer = client.ask("POST", path, every | body if isinstance(body, dict) else body)
+            if answer.status_code != status or message not in answer.json()["detail"]:
+                wrong.append((path, str(body)[:80], answer.status_code, answer.text))
+    assert wrong == []
+    assert client.ask("GET", "checkpoints?limit=x").status_code == 422
+    assert [x.operation for x in client.service.applied] == ["create_model"]
+
+
+def _make_sparse(shape, rows):
+    def change(datum, tensor):
+        tensor.ClearField("shape")
+        tensor.shape.extend(shape)
+        tensor.sparse_csr.values = np.array([4, 5], np.int64).tobytes()
+        tensor.sparse_csr.crow_indices = np.array(rows, np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.array([0, 2], np.int64).tobytes()
+
+    return change
+
+
+BAD_DATUMS = [
+    (lambda datum, _: datum.model_input[0].image.__setattr__("data", b"x"), "chunk of image"),
+    (lambda datum, _: datum.ClearField("model_input"), "one row per token"),
+    (lambda datum, _: datum.model_input[0].encoded_text.__setattr__("tokens", b"123"), "multiple of 4"),
+    (lambda _, tensor: tensor.__setattr__("dtype", pb.DTYPE_BFLOAT16), "float32 or int64"),
+    (lambda _, tensor: tensor.__setattr__("dense", b"1"), "multiple of 8"),
+    (lambda _, tensor: tensor.shape.append(7), "for the shape [2, 7]"),
+    (lambda _, tensor: tensor.sparse_csr.SetInParent(), "two dimensions"),
+    (_make_sparse([2, 3], [0, 1, 5]), "indices do not fit"),
+    (_make_sparse([2, 3], [1, 1, 2]), "indices do not fit"),
+    (_make_sparse([3, 3], [0, 2, 1, 2]), "indices do not fit"),
+    (_make_sparse([2, 3], [0, 1]), "indices do not fit"),
+    (_make_sparse([2, 2], [0, 1, 2]), "indices do not fit"),
+    (_make_sparse([2, 10**12], [0, 1, 2]), "bounded size"),
+]
+
+
+@for_each(("change", "message"), BAD_DATUMS)
+def test_bad_datums(client, model, change, message):
+    request = training_call(model, 1)
+    change(request.data[0], request.data[0].loss_fn_inputs["target_tokens"])
     status, answer = client.post("forward_backward", request.SerializeToString())
-    assert status == 400
-    assert message in answer["detail"]
+    assert (status, message in answer["detail"]) == (400, True), answer
 
 
 def test_a_key():
-    """Without it no request is answered, and the answer does not show it."""
-    with Service(toy_models(), names=["toy"], key="tml-secret-one") as service:
-        Client(service, {"authorization": "Bearer tml-secret-one"})
-        client = Client(service, {"x-api-key": "tml-secret-one"})
-        assert client.get("healthz") == (200, {"status": "ok"})
+    """Without it no request is answered, and the answer does not show it; with it web pages still are not."""
+    with Service(names=["toy"], key="tml-secret-one") as service:
+        Client(service, authorization="Bearer tml-secret-one")
+        client = Client(service, **{"x-api-key": "tml-secret-one"})
+        assert client.ask("GET", "healthz").json() == {"status": "ok"}
         for key in ("", "tml-secret", "tml-secret-two"):
             client.headers = {"x-api-key": key}
             status, answer = client.post("optim_step", b"x")
             assert (status, "secret" in str(answer)) == (401, False)
         client.headers = {"x-api-key": "tml-secret-one", "origin": "http://page.example"}
-        assert client.get("healthz")[0] == 403
+        assert client.ask("GET", "healthz").status_code == 403
 
 
 def test_a_body_that_grows_too_large(make, monkeypatch):
@@ -339,24 +311,22 @@ def test_a_body_that_grows_too_large(make, monkeypatch):
     assert (status, "at most 1000 bytes" in answer["detail"]) == (413, True)
 
 
-def test_sessions(make):
+def test_sessions(client):
     """One that was finished answers 410 and frees what it had; it may be finished twice."""
-    client = make()
     model, sampler = client.model(), client.sampler()
-    assert client.post(f"sessions/{client.session}/finish", {})[0] == 200
+    finish = f"sessions/{client.session}/finish"
+    assert client.post(finish, {})[0] == 200
     assert client.step(model, 1)[0] == 410
     assert client.post("session_heartbeat", {"session_id": client.session})[0] == 410
     assert client.sample(sampler)[0] == 410
-    assert client.post(f"sessions/{client.session}/finish", {})[0] == 200
+    assert client.post(finish, {})[0] == 200
     assert client.post("sessions/x/finish", {})[0] == 404
     assert client.service.samplers == {}
     until_freed(client, model)
 
 
-def test_a_model_is_unloaded(make):
+def test_a_model_is_unloaded(client, model):
     """After what was asked for before, once; what is asked for after is refused at once, and samplers stay."""
-    client = make()
-    model = client.model()
     snapshot = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
     step = client.step(model, 2)
     first, again = (client.post("unload_model", {"model_id": model}) for _ in range(2))
@@ -376,62 +346,28 @@ def until_freed(client, model):
         time.sleep(0.01)
 
 
-def test_a_model_that_could_not_be_made(make, monkeypatch):
+def test_a_model_that_could_not_be_made(client, monkeypatch):
     """Its client learns why, and what follows fails with a hint to that."""
-    client = make()
     monkeypatch.setattr(client.service.models, "create", lambda _: 1 / 0)
     accepted = client.post("create_model", {"session_id": client.session, "model_seq_id": 0, "base_model": "toy"})[1]
     assert client.result(accepted) == {"error": "ZeroDivisionError: division by zero", "category": "server"}
     assert "could not be created" in client.result(client.step(accepted["model_id"], 1))["error"]
 
 
-@for_each(
-    "tensor",
-    [
-        {"data": ["x"], "shape": [1, 1]},
-        {"data": [10**30], "shape": [1, 1]},
-        {"data": [1], "shape": ["a"]},
-        {"data": [1], "shape": []},
-        {"data": [1], "shape": None},
-        {"data": [-1], "shape": [1, 1]},
-        {"data": [-2], "shape": [1, 1]},
-        {"data": [1, 2], "shape": [-1, -2]},
-        {"data": [1, 2], "shape": [2, 1]},
-        {"data": [[1], [2, 3]], "shape": [1, 1]},
-        {"data": [1], "shape": [1, 3], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
-    ],
-)
-def test_bad_targets_of_prompts(make, tensor):
-    """Are refused by name, whatever they are."""
-    client = make()
-    status, answer = client.sample(client.sampler(), target_prompt_logprobs={"dtype": "int64", **tensor})
-    assert status in (400, 422)
-    assert "target_prompt_logprobs" in answer["detail"]
-
-
-def test_a_mistake_in_the_server_is_a_500(make, monkeypatch, caplog):
+def test_a_mistake_in_the_server_is_a_500(client, monkeypatch, caplog):
     """And does not show what went wrong to the client."""
-    client = make()
     monkeypatch.setattr(client.service.saved, "list", lambda *_: 1 / 0)
-    assert client.get("checkpoints") == (500, {"detail": "ZeroDivisionError in the server; its log says more"})
+    answer = client.ask("GET", "checkpoints")
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "ZeroDivisionError in the server; its log says more"}
     assert "GET /api/v1/checkpoints failed" in caplog.text
-
-
-def test_same_seed_same_ids():
-    """Session ids and unseeded samples depend on the seed alone."""
-    ids = []
-    for seed in (0, 0, 1):
-        with Service(toy_models(), names=["toy"], seed=seed) as service:
-            ids.append(Client(service).session)
-    assert ids[0] == ids[1] != ids[2]
 
 
 def test_idle_sessions_end(make):
     """Their models are freed when the next client comes; one that gives signs of life stays."""
     client = make(idle=600.0)
-    model = client.model()
+    model, sessions = client.model(), client.service.sessions
     alive = client.post("create_session", SESSION)[1]["session_id"]
-    sessions = client.service.sessions
     for _ in range(5):  # two minutes each
         for session in (client.session, alive):
             sessions[session].last_seen -= 130.0
@@ -443,49 +379,27 @@ def test_idle_sessions_end(make):
 
 def test_what_a_client_is_told(make):
     """Losses run on its side; only a server that recognises repeats says so."""
+    flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": False}
     for dedupe, header in ((True, "1"), (False, None)):
-        client = make(dedupe=dedupe, config={"fwdbwd_max_chunk_len": 3})
-
-        async def ask(app=client.service.app):
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as asking:
-                return await asking.post("http://localhost/api/v1/client/config")
-
-        answer = asyncio.run(ask())
+        answer = make(dedupe=dedupe, config={"fwdbwd_max_chunk_len": 3}).ask("POST", "client/config")
         assert answer.headers.get("x-rlkit-deduplicates") == header
-        assert answer.json() == {
-            "pjwt_auth_enabled": False,
-            "use_pyqwest_transport": False,
-            "custom_loss_server_side": False,
-            "fwdbwd_max_chunk_len": 3,
-        }
+        assert answer.json() == {**flags, "fwdbwd_max_chunk_len": 3}
 
 
-def test_options_that_the_sdk_has_no_fields_for(make, monkeypatch):
+def test_options_that_the_sdk_has_no_fields_for(client, monkeypatch):
     """min_p and the penalties reach the sampler, which may refuse them by name, and are held to their ranges."""
-    client, seen, sample = make(), [], ToySampler.sample
-
-    def recorded(self, prompt, params, **given):
-        seen.append(params)
-        return sample(self, prompt, params, **given)
-
-    monkeypatch.setattr(ToySampler, "sample", recorded)
-    sampler = client.sampler()
-    for number, options in enumerate(({"temperature": 0.0}, {"min_p": 1.0, "top_p": 0.9}, {"presence_penalty": -2.0})):
-        params = {"max_tokens": 6, "seed": 1, "stop": [], **options}
-        answer = client.result(client.sample(sampler, number, params=params, num_samples=4))
+    sampler, seen, sample = client.sampler(), [], ToySampler.sample
+    monkeypatch.setattr(
+        ToySampler, "sample", lambda s, p, params, **more: seen.append(params) or sample(s, p, params, **more)
+    )
+    for number, options in enumerate(({"min_p": 1.0, "top_p": 0.9}, {"presence_penalty": -2.0})):
+        answer = client.result(client.sample(sampler, number, params=options))
         assert {name: getattr(seen[-1], name) for name in options} == options
-        if number == 0:
-            assert len(pb.SampleResponse.FromString(answer).sequences) == 4
-        else:
-            assert f"{min(options)}=" in str(answer)
-    status, answer = client.sample(sampler, 9, params={"min_p": 2.0})
-    assert (status, "min_p" in answer["detail"]) == (400, True)
+        assert f"{min(options)}=" in str(answer)
 
 
-def test_a_row_is_read_from_its_request_once(make):
+def test_a_row_is_read_from_its_request_once():
     """Its arrays are its own and may be written to: a body's buffer is neither kept nor changed."""
-    from rlkit.server._wire import read_datum
-
     body = training_call("m", 1).SerializeToString()
     tokens, inputs = read_datum("data[0]", pb.ForwardBackwardRequest.FromString(body).data[0])
     for array in (tokens, inputs["target_tokens"]):
