@@ -18,7 +18,7 @@ from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sample
 from rlkit.backends.samplers import SuccessiveSampler
 from rlkit.backends.tinker import _connect
 from rlkit.backends.tinker._calls import Calls
-from rlkit.backends.tinker._losses import find_route, send_forward, send_loss
+from rlkit.backends.tinker._losses import find_route, send
 from rlkit.backends.tinker._paths import SavedState, check_label, check_path, make_name, metadata_of
 from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
 from rlkit.backends.trainer import BaseTrainer, CallQueue, Checked, Inner, Job, PendingResult, check_start_options
@@ -223,9 +223,7 @@ class TinkerBackend(BaseTrainer):
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> PendingResult[ForwardBackwardOutput]:
         del want  # there is nothing but logprobs
-        if loss is None or not backward:
-            return send_forward(self.training_client, data, loss)
-        return send_loss(self.training_client, data, loss)
+        return send(self.training_client, data, loss, backward=backward)
 
     def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
         _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
