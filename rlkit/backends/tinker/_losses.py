@@ -72,7 +72,7 @@ def _plan(data: Sequence[Datum], prepared: PreparedLoss) -> tuple[Plan, str]:
         return (), str(error)
     plan = []
     for call in calls:
-        arrays = {i: call.read(datum) for i, datum in used.items() if call.chosen is None or call.chosen(datum).any()}
+        arrays = {i: inputs for i, datum in used.items() if (inputs := call.read(datum)) is not None}
         if arrays or not used:
             plan.append((call, arrays))
     return plan, ""
@@ -272,12 +272,12 @@ class HostedCall:
     inputs: Callable[[Datum], Arrays]
     chosen: OfDatum | None = None
 
-    def read(self, datum: Datum) -> Arrays:
-        """Return the inputs, 0 where a token does not count."""
+    def read(self, datum: Datum) -> Arrays | None:
+        """Return the inputs, 0 where a token does not count; None where none does."""
         if self.chosen is None:
             return self.inputs(datum)
-        chosen = self.chosen(datum)
-        return {name: np.where(chosen, array, np.float32(0)) for name, array in self.inputs(datum).items()}
+        chosen, inputs = self.chosen(datum), self.inputs(datum)
+        return {name: np.where(chosen, x, np.float32(0)) for name, x in inputs.items()} if chosen.any() else None
 
 
 def _read_input(datum: Datum, name: str, default: float | None = None) -> np.ndarray:
