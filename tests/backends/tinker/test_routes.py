@@ -137,8 +137,7 @@ SPECIAL = [
         ("client", name, lambda name=name: weighted(name, -0.5))
         for name in ("ppo", "decoupled_ppo", "gspo_token", "mix")
     ),
-    # One negative weight is enough.
-    *(("client", "ppo", lambda i=i: weighted("ppo", 1.0, -0.5)[i : i + 1]) for i in range(4)),
+    *(("client", "ppo", lambda i=i: weighted("ppo", 1.0, -0.5)[i : i + 1]) for i in range(4)),  # one is enough
     ("hosted", "importance_sampling", lambda: weighted("ppo", -0.5)),
     # The hosted token form is another loss where advantages or weights differ within a datum.
     ("client", "gspo", lambda: episodes("gspo")),
@@ -146,8 +145,7 @@ SPECIAL = [
     # The advantage decides in which call a token counts, not the sign of its weight.
     ("composed", "topr", lambda: weighted("topr", -0.5)),
     ("composed", "mix", lambda: mixed(per_token=True)),
-    # The share has one default, in the policy's part and in the expert's.
-    ("composed", "mix", lambda: mixed(per_token=False)),
+    ("composed", "mix", lambda: mixed(per_token=False)),  # mu has one default, in the policy's part and the expert's
 ]
 
 

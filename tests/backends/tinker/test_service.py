@@ -44,9 +44,8 @@ class TestConnecting:
 
     def test_options_reach_the_policy(self, fake, policy, tiny):
         assert policy.max_length == 1024
-        assert isinstance(policy, Capabilities)
-        assert isinstance(policy, Routes)
-        assert isinstance(policy, Storage)
+        for protocol in (Capabilities, Routes, Storage):
+            assert isinstance(policy, protocol)
         assert set(policy.capabilities()["models"]) == {"toy", "toy-large"}
         lora = rlkit.Lora(rank=4, seed=9, train_mlp=False)
         with connect(fake, lora=lora, max_length=50, tokenizer=tiny("llama")) as other:
@@ -115,8 +114,6 @@ class TestConnecting:
         text = "".join(traceback.TracebackException.from_exception(failed.value, capture_locals=True).format())
         assert "<TinkerBackend not connected>" in text
         assert "AttributeError" not in text
-        for made in map(rlkit.backends.registry.resolve, ("toy", "local")):
-            assert "not connected" in repr(made.__new__(made))
 
 
 class TestSaving:
