@@ -14,28 +14,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlkit._secrets import add_secret, redact
-from rlkit.errors import (
-    BackendError,
-    BackendTimeout,
-    CheckpointError,
-    RlkitError,
-    StepOutcomeUnknown,
-    UnsupportedError,
-)
+from rlkit.errors import BackendError, BackendTimeout, CheckpointError, RlkitError, StepOutcomeUnknown, UnsupportedError
 
 if TYPE_CHECKING:
     import httpx
     from tinker.lib.internal_client_holder import InternalClientHolder
 
-__all__ = [
-    "LossFailed",
-    "NoResend",
-    "deadline_error",
-    "forbid_resending",
-    "hide_key",
-    "status_of",
-    "translate_error",
-]
+__all__ = ["LossFailed", "NoResend", "deadline_error", "forbid_resending", "hide_key", "status_of", "translate_error"]
 
 _DEDUPLICATES = "X-Rlkit-Deduplicates"  # of an answer of rlkit's own server: repeated requests are recognised
 _LOST = 424  # a status after which the SDK does not try again

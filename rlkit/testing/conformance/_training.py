@@ -48,10 +48,6 @@ GRADIENTS += [("topk_forward_kl", 1.0), (losses.with_entropy("cross_entropy", 1.
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
-def _sum_targets(target_logprobs: Tensor) -> Tensor:
-    return target_logprobs.sum()
-
-
 class GradientTests(ConformanceBase):
     """Sums, order, masks and weights."""
 
@@ -102,12 +98,13 @@ class GradientTests(ConformanceBase):
         size = 0.05 * count * len(text) / norm**2  # the loss falls by a percent or so
         assert (step(-1.0, size)[0] - step(1.0, size)[0]) / (2 * size) == pytest.approx(norm**2, rel=0.03)
 
-    def test_targets_of_minus_one_count_nothing(self, policy: TrainerBackend) -> None:
+    def test_targets_of_minus_one_count_nothing(self, policy: TrainerBackend, data: Data) -> None:
         """Their logprob is 0 for the trainer."""
-        (datum,) = self.data(policy)[:1]
+        datum = data[0]
         targets = np.stack([datum.tokens, np.full(len(datum), -1)], axis=1)
         own, padded = (datum.with_inputs(target_tokens=x) for x in (targets[:, :1], targets))
-        values = [policy.forward([x], _sum_targets).result().metrics["loss:sum"] for x in (own, padded)]
+        outputs = [policy.forward([x], lambda target_logprobs: target_logprobs.sum()) for x in (own, padded)]
+        values = [output.result().metrics["loss:sum"] for output in outputs]
         assert values[0] == pytest.approx(values[1], rel=1e-4)
         assert values[0] == pytest.approx(float(self.logprobs(policy, [datum])[0].sum()), rel=1e-4)
 
@@ -132,10 +129,8 @@ class GradientTests(ConformanceBase):
     def test_padding_is_of_no_account(self, policy: TrainerBackend) -> None:
         """A short datum has the same logprobs alone and beside a long one."""
         data = sorted(self.data(policy), key=len)
-        assert (
-            max_difference(self.logprobs(policy, data[:1]), self.logprobs(policy, [data[0], data[-1]])[:1])
-            < self.tolerance
-        )
+        alone, beside = self.logprobs(policy, data[:1]), self.logprobs(policy, [data[0], data[-1]])
+        assert max_difference(alone, beside[:1]) < self.tolerance
 
     @pytest.mark.parametrize("name", LOSSES)
     def test_name_equals_callable(
