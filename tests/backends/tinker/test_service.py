@@ -104,6 +104,7 @@ class TestConnecting:
         with pytest.raises(rlkit.ConfigError, match="set tokenizer=") as caught:
             connect(fake)
         assert "canary" not in str(caught.value)
+        assert fake.requests[-1].endpoint == "finish_session"  # what was opened is closed
         with connect(fake, tokenizer=fake.tokenizer) as policy:
             assert policy.tokenizer is fake.tokenizer
 
@@ -231,8 +232,7 @@ class TestInFlight:
         assert output.metrics["datums:sum"] == 10
 
     def test_nothing_is_left_behind(self, fake):
-        """No thread but the SDK's loop and its pool."""
-        connect(fake).close()
+        connect(fake).close()  # the SDK's loop and its pool stay
         before = set(threading.enumerate())
         for _ in range(3):
             with connect(fake) as policy:
