@@ -331,8 +331,9 @@ def run_with(backend, test, arguments, folder):
     available = {"fresh": fresh, "tmp_path": folder, **arguments}
     method = getattr(Suite(), test)
     wanted = inspect.signature(method).parameters
-    if {"policy", "sampler", "scorer"} & wanted.keys():
-        available["policy"] = fresh()
+    if {"policy", "twin", "data", "prompt", "sampler", "scorer"} & wanted.keys():
+        available |= {"policy": fresh(), "twin": fresh()}
+        available |= {"data": Suite().data(made[0]), "prompt": Suite().prompt(made[0])}
         available["sampler"] = available["scorer"] = available["policy"].sampler().result()
     try:
         method(**{name: available[name] for name in wanted})

@@ -12,63 +12,50 @@ import tarfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any, Self
 
 from rlkit.backends.vllm._server import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")
-COMMAND = re.search(r"^```sh\n# the server[^\n]*\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
-SETTINGS = {"max_lora_adapters": 32}  # beside those of the page
+COMMAND = re.search(r"^```sh\n# the server[^\n]*\n(.*?)\n```$", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
 # Adapters are freed when a session is silent.
 MORE = " --session-timeout-sec 120 --session-cleanup-interval-sec 5"
 
 
 class RealServer:
-    """SkyRL's server on a free port of 127.0.0.1, over one base model. A context manager.
+    """SkyRL's server on a free port of 127.0.0.1, at ``url``, over one base model. A context manager.
 
     Args:
         python: with the server in it.
-        model: the base model's folder.
-        folder: for its states, its log and its database.
-        settings: of its engine, in place of those of the page and ``SETTINGS``.
-
-    Attributes:
-        url: for TINKER_BASE_URL.
         model: the base model's folder, which is also its name for clients.
+        folder: for its states, its log and its database.
+        settings: of its engine, in place of those of the page.
     """
 
-    def __init__(self, python: str, model: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, python, model, folder, **settings):
         folder.mkdir(parents=True, exist_ok=True)
         self.model, self._folder, self._log = model, folder, folder / "server.log"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
+        given = re.search(r"'({.*?})'", COMMAND, re.DOTALL)[1]
         changes = {".venv-server/bin/python": python, "Qwen/Qwen3-0.6B": model, "8000": str(port)}
         changes |= {"$HOME/skyrl": str(folder), "sleep infinity | ": ""}  # the pipe below in its place
-        command = COMMAND.rstrip() + MORE
+        changes |= {given: json.dumps({**json.loads(given), "max_lora_adapters": 32, **settings})}
+        command = COMMAND + MORE
         for old, new in changes.items():
             assert old in command, old
             command = command.replace(old, new)
-        given = json.loads(re.search(r"'({.*?})'", command, re.DOTALL)[1])
-        made = json.dumps({**given, **SETTINGS, **settings})
-        command = re.sub(r"'{.*?}'", lambda _: f"'{made}'", command, count=1, flags=re.DOTALL)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RLKIT_", "TINKER_", "PYTHONPATH"))}
         environment |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         # What was compiled once is not compiled again.
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path(python).parents[1] / "jax-cache")}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+        # It ends when its standard input is closed, and so when this process ends; its group can be ended whole.
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["bash", "-c", command],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,  # it ends when this is closed, and so when this process ends
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a group of its own, which can be ended whole
-            )
+            self._process = subprocess.Popen(["bash", "-c", command], cwd=ROOT, env=environment, stdout=log, **pipes)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         end = time.monotonic() + 600.0
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -77,16 +64,16 @@ class RealServer:
             time.sleep(0.2)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         self.close()
 
-    def _answers(self) -> bool:
+    def _answers(self):
         health = f"{self.url}/api/v1/healthz"
         with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:  # noqa: S310
             return answer.status == 200
         return False
 
-    def close(self) -> None:
+    def close(self):
         """End the server and its engine, and wait for both."""
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,11 +82,11 @@ class RealServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def tail(self) -> str:
+    def tail(self):
         """Return the end of the log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
-    def adapter(self, path: str, folder: Path) -> Path:
+    def adapter(self, path, folder):
         """Unpack what ``save_weights_for_sampler`` saved at ``path``: an adapter in peft's format."""
         run, _, name = path.removeprefix("tinker://").partition("/")
         name = name.removeprefix("sampler_weights/")

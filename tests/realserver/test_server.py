@@ -75,23 +75,22 @@ def test_logprobs_are_those_of_transformers(server, tmp_path):
         json.loads((folder / "adapter_config.json").read_text()),
     )
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-    base = transformers.AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
     config = peft.LoraConfig(r=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=modules)
-    model = peft.get_peft_model(base, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
+    model = peft.get_peft_model(model, config)
     assert not peft.set_peft_model_state_dict(model, tensors).unexpected_keys
     params = tinker.types.SamplingParams(max_tokens=8, seed=7, temperature=1.0, stop=[])
-    first, again = (sampler.sample(sdk.prompt([9, 8, 7]), 3, params).result(timeout=WAIT) for _ in range(2))
-    assert [s.tokens for s in first.sequences] == [s.tokens for s in again.sequences]
-    assert len({tuple(s.tokens) for s in first.sequences}) == 3
-    for sequence in first.sequences:
+    first, again = (sampler.sample(sdk.prompt([9, 8, 7]), 3, params).result(timeout=WAIT).sequences for _ in range(2))
+    assert [s.tokens for s in first] == [s.tokens for s in again]
+    assert len({tuple(s.tokens) for s in first}) == 3
+    for sequence in first:
         whole = [9, 8, 7, *sequence.tokens]
         logits = model(input_ids=torch.tensor([whole])).logits[0, :-1].log_softmax(-1)
         expected = logits.gather(1, torch.tensor(whole[1:])[:, None])[:, 0].detach().numpy()
         scored = sampler.compute_logprobs(sdk.prompt(whole)).result(timeout=WAIT)
-        data = [sdk.datum(whole, weights=1.0)]
-        output = training.forward(data, "cross_entropy").result(timeout=WAIT).loss_fn_outputs[0]
+        output = training.forward([sdk.datum(whole, weights=1.0)], "cross_entropy").result(timeout=WAIT)
         np.testing.assert_allclose(scored[1:], expected, atol=1e-5)
-        np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, atol=1e-5)
+        np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=1e-5)
         np.testing.assert_allclose(sequence.logprobs, expected[2:], atol=1e-5)
     service.close("success").result(timeout=WAIT)
 

@@ -17,8 +17,7 @@ from rlkit._seeds import SeedStream, resolve_seed
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
 from rlkit.backends.samplers import SuccessiveSampler
 from rlkit.backends.tinker import _connect
-from rlkit.backends.tinker._calls import Calls
-from rlkit.backends.tinker._losses import find_route, send_forward, send_loss
+from rlkit.backends.tinker._losses import find_route, send
 from rlkit.backends.tinker._paths import SavedState, check_label, check_path, make_name, metadata_of
 from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
 from rlkit.backends.trainer import BaseTrainer, CallQueue, Checked, Inner, Job, PendingResult, check_start_options
@@ -96,24 +95,18 @@ class TinkerBackend(BaseTrainer):
     ) -> None:
         path, resumes = check_start_options("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
-        seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
-        self.service_client = service = _connect.open_service(client, base_url, api_key, project, seconds)
-        self._calls = calls = Calls(service.holder, seconds)
         self._own_service = client is None
         saved = SavedState()
-        try:
-            self._models = _connect.find_models(service, calls)
+        with _connect.connect(client, base_url, api_key, project, deadline) as (service, calls, models):
             if path is None:
-                training = _connect.open_training_client(service, calls, self._models, model, lora, seed)
+                training = _connect.open_training_client(service, calls, models, model, lora, seed)
             else:
                 training, saved = _connect.load_training_client(service, calls, path, model, lora, resumes=resumes)
-            self.training_client = training
-            self.tokenizer = _connect.find_tokenizer(tokenizer, training, seconds)
+            self.tokenizer = _connect.find_tokenizer(tokenizer, training, calls.seconds)
             info = training.get_info()
-            self.max_length = _connect.resolve_length(self._models, info.model_data.model_name, max_length)
-        except BaseException:
-            self._close_service()
-            raise
+            self.max_length = _connect.resolve_length(models, info.model_data.model_name, max_length)
+        self.service_client, self.training_client = service, training
+        self._calls, self._models = calls, models
         rank = f"LoRA r={info.lora_rank}, " if info.lora_rank else ""
         self.about = f"{info.model_data.model_name}, {rank}{training.model_id}"
         self._off_temperature: OffTemperature = off_temperature
@@ -213,9 +206,6 @@ class TinkerBackend(BaseTrainer):
     def close(self) -> None:
         """Finish the calls made so far, each within its deadline, and end the session. May be called twice."""
         super().close()
-        self._close_service()
-
-    def _close_service(self) -> None:
         if self._own_service:
             _connect.close_service(self.service_client, self._calls.seconds)
 
@@ -223,9 +213,7 @@ class TinkerBackend(BaseTrainer):
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> PendingResult[ForwardBackwardOutput]:
         del want  # there is nothing but logprobs
-        if loss is None or not backward:
-            return send_forward(self.training_client, data, loss)
-        return send_loss(self.training_client, data, loss)
+        return send(self.training_client, data, loss, backward=backward)
 
     def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
         _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")

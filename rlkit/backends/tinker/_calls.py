@@ -79,12 +79,7 @@ class Calls:
                 outer.set_result(value)
 
     def request(
-        self,
-        call: str,
-        ask: Callable[[], Coroutine[Any, Any, T]],
-        *,
-        path: str | None = None,
-        cancels: bool = True,
+        self, call: str, ask: Callable[[], Coroutine[Any, Any, T]], *, path: str | None = None, cancels: bool = True
     ) -> Future[T]:
         """Return the future of a request that goes its own way, and is done within the deadline.
 

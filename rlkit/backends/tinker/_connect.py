@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rlkit import _check
@@ -20,7 +21,7 @@ from rlkit.backends.tinker._failures import deadline_error, forbid_resending, hi
 from rlkit.backends.tinker._paths import SavedState, check_path, read_state
 from rlkit.backends.tinker._sampler import TinkerSampler
 from rlkit.backends.tokenizers import reason_of, tokenizer_from
-from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
+from rlkit.errors import BackendError, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
@@ -37,31 +38,33 @@ _CLOSING = 30.0  # and for the end of a session
 _CONTEXT = 32768  # tokens, where a service does not say
 
 
-def open_service(
-    client: ServiceClient | None, base_url: str | None, api_key: str | None, project: str | None, seconds: float
-) -> ServiceClient:
-    """Return a ``tinker.ServiceClient`` with an open session: the user's ``client``, or a new one.
+@contextlib.contextmanager
+def connect(
+    client: ServiceClient | None, base_url: str | None, api_key: str | None, project: str | None, deadline: float
+) -> Iterator[tuple[ServiceClient, Calls, Models]]:
+    """Open a session with the user's ``client``, or a new one, and list the models; a block that fails closes it.
 
     Raises:
         ConfigError: no key, a key that cannot be one, or an address that would show it.
         BackendError: nothing listens at an address on this machine.
         BackendTimeout: the service does not answer.
     """
-    _check_texts(client, base_url=base_url, api_key=api_key, project=project)
+    seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
     address = base_url or os.environ.get("TINKER_BASE_URL") or None
-    made = _make_client(address, api_key, project) if client is None else client
-    _check.require(hasattr(made, "create_lora_training_client"), "client", made, "a tinker.ServiceClient")
+    _check_texts(client, base_url=base_url, api_key=api_key, project=project)
+    service = _make_client(address, api_key, project) if client is None else client
+    _check.require(hasattr(service, "create_lora_training_client"), "client", service, "a tinker.ServiceClient")
 
-    def open_session() -> None:
-        hide_key(made.holder._api_key)  # noqa: SLF001  # it may come from where only the SDK looks
+    def open_session() -> Calls:
+        hide_key(service.holder._api_key)  # noqa: SLF001  # it may come from where only the SDK looks
         if client is None and not _is_hosted(address):
-            forbid_resending(made.holder)
+            forbid_resending(service.holder)
+        return Calls(service.holder, seconds)
 
-    seconds = min(seconds, _CONTACT)
     try:
-        run_within(seconds, open_session)
-    except BackendTimeout as error:
-        raise deadline_error(f"connect to {redact(address or 'the Tinker service')}", seconds) from error
+        calls = run_within(
+            f"connect to {redact(address or 'the Tinker service')}", min(seconds, _CONTACT), open_session
+        )
     except RlkitError:
         raise
     except Exception as error:
@@ -69,7 +72,17 @@ def open_service(
             how = "set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
             raise ConfigError(f"connect: no API key; {how}") from error
         raise translate_error("connect", error) from error
-    return made
+
+    async def ask() -> Models:
+        found = await rest_client(service).get_server_capabilities()
+        return {model.model_name: model.max_context_length for model in found.supported_models if model.model_name}
+
+    try:
+        yield service, calls, calls.request("connect", ask).result()
+    except BaseException:
+        if client is None:
+            close_service(service, seconds)
+        raise
 
 
 def _check_texts(client: object, **options: object) -> None:
@@ -127,7 +140,7 @@ def _is_hosted(address: str | None) -> bool:
     return address is None or host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai"))
 
 
-def run_within(seconds: float, function: Callable[[], T]) -> T:
+def run_within(call: str, seconds: float, function: Callable[[], T]) -> T:
     """Return ``function()``, or raise BackendTimeout after ``seconds``: the SDK waits without a limit in places."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -140,7 +153,7 @@ def run_within(seconds: float, function: Callable[[], T]) -> T:
     threading.Thread(target=run, name="rlkit-tinker-connect", daemon=True).start()
     concurrent.futures.wait([future], seconds)
     if not future.done():
-        raise BackendTimeout(f"no answer within {seconds:g} s")
+        raise deadline_error(call, seconds)
     return future.result()
 
 
@@ -151,23 +164,11 @@ def rest_client(service: ServiceClient) -> RestClient:
     return tinker.RestClient(service.holder)
 
 
-def find_models(service: ServiceClient, calls: Calls) -> Models:
-    """Return the models of the service."""
-
-    async def ask() -> Models:
-        found = await rest_client(service).get_server_capabilities()
-        return {model.model_name: model.max_context_length for model in found.supported_models if model.model_name}
-
-    return calls.request("connect", ask).result()
-
-
 def list_models(seconds: float) -> list[str]:
     """Return the models of the service that the environment names; raise an RlkitError where it cannot be used."""
-    service = open_service(None, None, None, None, seconds)
-    try:
-        return sorted(find_models(service, Calls(service.holder, seconds)))
-    finally:
+    with connect(None, None, None, None, seconds) as (service, _, models):
         close_service(service, seconds)
+        return sorted(models)
 
 
 def open_training_client(
@@ -179,10 +180,7 @@ def open_training_client(
         ConfigError: the service has no such model, or refuses the adapter.
         UnsupportedError: no service has such an adapter.
     """
-    if not isinstance(model, str) or not model:
-        known = f"; the service has: {', '.join(sorted(models))}" if models else ""
-        raise ConfigError(f"model: got {_check.describe(model)}; expected a model of the service{known}")
-    _check_model(model, models)
+    name = _check_model(model, models)
     lora = lora or Lora()
     if lora.alpha != 32.0:
         what = f"got {lora.alpha}; the service fixes it at 32; scale the learning rate instead"
@@ -197,7 +195,7 @@ def open_training_client(
 
     async def ask() -> TrainingClient:
         try:
-            return await service.create_lora_training_client(model, rank=lora.rank, seed=start, **train)
+            return await service.create_lora_training_client(name, rank=lora.rank, seed=start, **train)
         except Exception as error:
             category = str(getattr(error, "category", "")).lower()
             if status_of(error) in (400, 404, 422) or category.endswith("user"):  # it looked, and found it wrong
@@ -239,10 +237,14 @@ def load_training_client(
     return client, saved
 
 
-def _check_model(model: str, models: Models) -> None:
-    """Raise ConfigError where the service lists its models and this is none of them."""
+def _check_model(model: object, models: Models) -> str:
+    """Return the name of a model that the service has, as far as it lists them."""
+    if not isinstance(model, str) or not model:
+        known = f"; the service has: {', '.join(sorted(models))}" if models else ""
+        raise ConfigError(f"model: got {_check.describe(model)}; expected a model of the service{known}")
     if models and model not in models:
         raise ConfigError(f"model: the service has no {model!r}{_check.suggest(model, sorted(models))}")
+    return model
 
 
 def resolve_length(models: Models, model: str | None, given: int | None) -> int:
@@ -264,7 +266,7 @@ def find_tokenizer(
     """
     if given is None:
         try:
-            given = run_within(min(seconds, _TOKENIZER), client.get_tokenizer)
+            given = run_within("tokenizer", min(seconds, _TOKENIZER), client.get_tokenizer)
         except Exception as error:
             why = redact(reason_of(error)).partition("\n")[0]
             what = f"the SDK finds none for this model on the hub ({why})"
@@ -301,34 +303,24 @@ def open_sampler(
             ``save`` returned.
         seed, base_url, api_key, project, client, tokenizer, max_length, deadline: as for ``TinkerBackend``.
     """
-    seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
     if path is not None:
         path = path.replace("/weights/", "/sampler_weights/")
         check_path("path", path, "sampler_weights")
-    elif not isinstance(model, str) or not model:
+    elif model is None:
         raise ConfigError("rlkit.sampler: give model= or path=")
-    service = open_service(client, base_url, api_key, project, seconds)
-    calls = Calls(service.holder, seconds)
+    with connect(client, base_url, api_key, project, deadline) as (service, calls, models):
+        base = _check_model(model, models) if path is None else None
 
-    async def ask() -> SamplingClient:
-        return await service.create_sampling_client(base_model=None if path else model, model_path=path)
+        async def ask() -> SamplingClient:
+            return await service.create_sampling_client(base_model=base, model_path=path)
 
-    try:
-        models = find_models(service, calls)
-        if path is None:
-            _check_model(str(model), models)
         sampling = calls.request("sampler", ask, path=path).result()
-        tokens = find_tokenizer(tokenizer, sampling, seconds)
-    except BaseException:
-        if client is None:
-            close_service(service, seconds)
-        raise
-    return TinkerSampler(
-        sampling,
-        SeedStream(resolve_seed(seed)),
-        calls,
-        tokenizer=tokens,
-        max_length=resolve_length(models, model, max_length),
-        version=0 if path is None else read_state(path, None).version,
-        off_temperature="raise",
-    )
+        return TinkerSampler(
+            sampling,
+            SeedStream(resolve_seed(seed)),
+            calls,
+            tokenizer=find_tokenizer(tokenizer, sampling, calls.seconds),
+            max_length=resolve_length(models, model, max_length),
+            version=0 if path is None else read_state(path, None).version,
+            off_temperature="raise",
+        )

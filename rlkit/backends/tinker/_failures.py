@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import threading
@@ -15,42 +14,24 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlkit._secrets import add_secret, redact
-from rlkit.errors import (
-    BackendError,
-    BackendTimeout,
-    CheckpointError,
-    RlkitError,
-    StepOutcomeUnknown,
-    UnsupportedError,
-)
+from rlkit.errors import BackendError, BackendTimeout, CheckpointError, RlkitError, StepOutcomeUnknown, UnsupportedError
 
 if TYPE_CHECKING:
     import httpx
     from tinker.lib.internal_client_holder import InternalClientHolder
 
-__all__ = [
-    "LossFailed",
-    "NoResend",
-    "deadline_error",
-    "forbid_resending",
-    "hide_key",
-    "status_of",
-    "translate_error",
-]
+__all__ = ["LossFailed", "NoResend", "deadline_error", "forbid_resending", "hide_key", "status_of", "translate_error"]
 
 _DEDUPLICATES = "X-Rlkit-Deduplicates"  # of an answer of rlkit's own server: repeated requests are recognised
 _LOST = 424  # a status after which the SDK does not try again
 _PAUSE = 0.3  # seconds before a server that failed is asked for a result again
 _STATUS = re.compile(r"(?:with status |status |Error code: )(\d{3})\b")
 _ADVICE = {
-    400: "the service refused the request as invalid",
     401: "the service rejected the API key (401); check api_key= or TINKER_API_KEY",
     402: "billing is not settled (402); see the account's console",
     403: "the API key lacks the permission for this (403)",
     404: "the service does not have it (404)",
-    409: "it conflicts with an existing object, such as one of the same name (409)",
     410: "its session or its result has expired (410); connect anew",
-    422: "the service refused the request as invalid (422)",
     429: "the service has no capacity, or the rate limit is reached (429)",
 }
 _UNKNOWN = (
@@ -98,8 +79,14 @@ def deadline_error(call: str, seconds: float) -> BackendError:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that caused an error, where it is known."""
+    if type(error).__name__ == "RetryableException":  # the result was lost
+        return 410
+    if isinstance(error, AttributeError) and "billing" in str(
+        error
+    ):  # the SDK's, where it meets a 402 while connecting
+        return 402
     status = getattr(error, "status_code", None)
-    if status is None and isinstance(error, ValueError):  # of the SDK's, where a result cannot be fetched
+    if status is None and isinstance(error, ValueError):  # the SDK's, where a result cannot be fetched
         match = _STATUS.search(str(error))
         status = int(match[1]) if match else None
     return status if isinstance(status, int) else None
@@ -113,29 +100,15 @@ def _explain(error: BaseException) -> tuple[str, bool]:
         return f"the service reports: {message}", True
     if "poisoned" in text:
         return "an earlier call of this client failed, so it accepts no more; connect anew with resume_from=", True
-    if isinstance(error, json.JSONDecodeError):
-        return f"the service's answer is not JSON: {error.msg}", False
-    if name == "CancelledError" or isinstance(error, TimeoutError):
-        return "it was cancelled", False
-    if name == "RetryableException":
-        return "its result was lost: the session has expired, or the service no longer has it (410)", False
-    if isinstance(error, AttributeError) and "billing" in text:  # of the SDK's, where it meets a 402 while connecting
-        return _advise(402), False
     if status is not None:  # a proxy may say so, whatever the server did
-        return (_detail(error) if status == _LOST else f"{_advise(status)}: {_detail(error)}"), False
+        body = getattr(error, "body", None)
+        found = [body.get(key) for key in ("detail", "message", "error")] if isinstance(body, dict) else []
+        detail = next((each for each in found if isinstance(each, str)), text)
+        failed = f"the service {'failed' if status >= 500 else 'refused the request'} ({status})"
+        return (detail if status == _LOST else f"{_ADVICE.get(status, failed)}: {detail}"), False
     if name in ("APIConnectionError", "APITimeoutError"):
         return f"the service cannot be reached: {text}", False
     return f"{name}: {text}", False
-
-
-def _advise(status: int) -> str:
-    return _ADVICE.get(status, f"the service failed ({status})" if status >= 500 else f"status {status}")
-
-
-def _detail(error: BaseException) -> str:
-    body = getattr(error, "body", None)
-    found = [body.get(key) for key in ("detail", "message", "error")] if isinstance(body, dict) else []
-    return next((text for text in found if isinstance(text, str)), str(error))
 
 
 class NoResend:
@@ -164,19 +137,16 @@ class NoResend:
         except Exception as error:
             if not once or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
                 raise  # it never arrived
-            return self._give_up(request, f"the answer was lost ({type(error).__name__}: {error})")
-        status = response.status_code
-        if response.headers.get(_DEDUPLICATES) == "1":
-            known.set()
-        if path.endswith("/retrieve_future") and (status == 408 or status >= 500):
-            await asyncio.sleep(_PAUSE)  # the SDK asks again at once
-        if once and not known.is_set() and _repeats_after(response):
-            return self._give_up(request, f"the service answered {status}: {response.text[:200]}")
-        return response
-
-    def _give_up(self, request: httpx.Request, why: str) -> httpx.Response:
-        import httpx
-
+            why = f"the answer was lost ({type(error).__name__}: {error})"
+        else:
+            status = response.status_code
+            if response.headers.get(_DEDUPLICATES) == "1":
+                known.set()
+            if path.endswith("/retrieve_future") and (status == 408 or status >= 500):
+                await asyncio.sleep(_PAUSE)  # the SDK asks again at once
+            if not once or known.is_set() or not _repeats_after(response):
+                return response
+            why = f"the service answered {status}: {response.text[:200]}"
         detail = f"{why}, and the call may have been carried out, so it is not sent again"
         return httpx.Response(_LOST, headers={"x-should-retry": "false"}, json={"detail": detail}, request=request)
 

@@ -27,66 +27,73 @@ if TYPE_CHECKING:
 
     from rlkit.losses.prepare import LossGradient, PreparedLoss
 
-__all__ = ["HOSTED", "HostedCall", "find_route", "plan_hosted_calls", "send_forward", "send_loss"]
+__all__ = ["HOSTED", "HostedCall", "NotHosted", "find_route", "send"]
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+Settings: TypeAlias = Mapping[str, Any]
+OfDatum: TypeAlias = Callable[[Datum], np.ndarray]
+Plan: TypeAlias = "Sequence[tuple[HostedCall, Mapping[int, Arrays]]]"
 
 
 def find_route(data: Sequence[Datum], prepared: PreparedLoss) -> Route:
     """Return the way that these datums take; send nothing."""
     calls, why = _plan(data, prepared)
     if calls:
-        return Route("hosted" if len(calls) == 1 else "composed", tuple(call.loss for call in calls))
+        return Route("hosted" if len(calls) == 1 else "composed", tuple(call.loss for call, _ in calls))
     return Route("client", ("forward", "cross_entropy"), why)
 
 
-def send_forward(client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss | None) -> PendingResult[Output]:
-    """Ask for logprobs; the value of the loss is taken here."""
-    indices = _trained_indices(data)
+def send(
+    client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss | None, *, backward: bool
+) -> PendingResult[Output]:
+    """Ask for logprobs, where the value of the loss is taken here, or send its gradient by the cheapest exact way."""
+    indices = _find_trained(data)
     if not indices:
-        return PendingResult([], lambda _: assemble_output(data, _spread(data, []), {}))
-
-    def finish(results: list[types.ForwardBackwardOutput]) -> Output:
-        logprobs = read_logprobs("forward", _rows(results[0]), data, indices)
-        if prepared is None:
-            return assemble_output(data, _spread(data, logprobs), {})
-        found, logprobs = _differentiate(prepared, logprobs, data, indices)
-        return assemble_output(data, _spread(data, logprobs), {}, [found])
-
-    datums = [_scored_datum(data[i], prepared) for i in indices]
-    return PendingResult([client.forward(datums, "cross_entropy").future()], finish)
+        return PendingResult([], lambda _: _assemble(data, {}))
+    calls = _plan(data, prepared)[0] if backward and prepared is not None else ()
+    if calls:
+        return _send_hosted(client, data, calls)
+    return _send_scored(client, data, indices, prepared, backward=backward)
 
 
-def send_loss(client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss) -> PendingResult[Output]:
-    """Send the loss's gradient by the cheapest exact way."""
-    if not _trained_indices(data):
-        return PendingResult([], lambda _: assemble_output(data, _spread(data, []), {}))
-    calls, _ = _plan(data, prepared)
-    return _send_hosted(client, data, calls) if calls else _send_custom(client, data, prepared)
+def _plan(data: Sequence[Datum], prepared: PreparedLoss) -> tuple[Plan, str]:
+    """Return the hosted calls that together are exactly the loss, with the arrays of the datums that each has.
 
-
-def _plan(data: Sequence[Datum], prepared: PreparedLoss) -> tuple[Sequence[HostedCall], str]:
+    Where there are none, the text says why.
+    """
     if not prepared.named:
         return (), "it is given as a function, which runs in this process as written"
-    return plan_hosted_calls(prepared.name, prepared.settings, data)
+    if prepared.name not in HOSTED:
+        return (), f"the service has no loss {prepared.name!r}"
+    used = {i: data[i] for i in _find_trained(data)}
+    try:
+        calls = HOSTED[prepared.name](prepared.settings, list(used.values()))
+    except NotHosted as error:
+        return (), str(error)
+    plan = []
+    for call in calls:
+        arrays = {i: inputs for i, datum in used.items() if (inputs := call.read(datum)) is not None}
+        if arrays or not used:
+            plan.append((call, arrays))
+    return plan, ""
 
 
-def _send_hosted(client: TrainingClient, data: Sequence[Datum], calls: Sequence[HostedCall]) -> PendingResult[Output]:
-    chosen = [[i for i, arrays in enumerate(call.arrays) if arrays is not None] for call in calls]
+def _send_hosted(client: TrainingClient, data: Sequence[Datum], calls: Plan) -> PendingResult[Output]:
     sent = []
-    for call, indices in zip(calls, chosen, strict=True):
-        datums = [to_sdk_datum(data[i], call.arrays[i] or {}) for i in indices]
+    for call, arrays in calls:
+        datums = [_to_sdk_datum(data[i], inputs) for i, inputs in arrays.items()]
         sent.append(client.forward_backward(datums, call.loss, dict(call.config) or None).future())
 
     def finish(results: list[types.ForwardBackwardOutput]) -> Output:
-        logprobs = [np.zeros(int(datum.mask.sum()), np.float32) for datum in data]
+        logprobs: dict[int, np.ndarray] = {}
         metrics = {"loss:sum": 0.0}
-        for response, indices in zip(results, chosen, strict=True):
-            rows = read_logprobs("forward_backward", _rows(response), data, indices)
-            for i, row in zip(indices, rows, strict=True):
-                logprobs[i] = row
-            names.add(metrics, _read_metrics(response), len(indices))
+        for response, (_, arrays) in zip(results, calls, strict=True):
+            rows = _read_logprobs("forward_backward", _rows(response), data, [*arrays])
+            logprobs.update(zip(arrays, rows, strict=True))
+            names.add(metrics, _read_metrics(response), len(arrays))
         # A mean is over the datums that were sent, as on other backends; several calls may have sent the same ones.
-        averaged = names.averaged(metrics, sum(map(len, chosen)))
-        return assemble_output(data, logprobs, {}, metrics=averaged)
+        averaged = names.averaged(metrics, sum(len(arrays) for _, arrays in calls))
+        return _assemble(data, logprobs, metrics=averaged)
 
     return PendingResult(sent, finish)
 
@@ -98,49 +105,64 @@ def _read_metrics(response: types.ForwardBackwardOutput) -> dict[str, float]:
     return metrics
 
 
-def _send_custom(client: TrainingClient, data: Sequence[Datum], prepared: PreparedLoss) -> PendingResult[Output]:
-    """Have the SDK ask for logprobs, evaluate the loss, and send its gradient as the weights of a cross entropy.
+def _send_scored(
+    client: TrainingClient,
+    data: Sequence[Datum],
+    indices: Sequence[int],
+    prepared: PreparedLoss | None,
+    *,
+    backward: bool,
+) -> PendingResult[Output]:
+    """Ask for logprobs, and evaluate the loss here.
 
-    That is exact for any loss of the logprobs.
+    With ``backward`` the SDK then sends the loss's gradient as the weights of a cross entropy, which is exact for any
+    loss of the logprobs.
     """
-    indices = _trained_indices(data)
-    kept: list[tuple[LossGradient, list[np.ndarray]]] = []
+    call = "forward_backward" if backward else "forward"
+    used = [data[i] for i in indices]
+    found: list[tuple[LossGradient | None, list[np.ndarray]]] = []
+
+    def evaluate(rows: Sequence[np.ndarray]) -> LossGradient | None:
+        found.append(_differentiate(prepared, _read_logprobs(call, rows, data, indices), used, indices))
+        return found[0][0]
 
     def loss(_: object, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a value with the loss's gradient."""
-        rows = read_logprobs("forward_backward", [x.detach().numpy() for x in logprobs], data, indices)
-        kept.append(_differentiate(prepared, rows, data, indices))
+        gradient = evaluate([x.detach().numpy() for x in logprobs])
+        assert gradient is not None  # noqa: S101  # there is a loss
         terms = []
-        for i, x, gradient in zip(indices, logprobs, kept[0][0].driver, strict=True):
-            weights, places = x.new_zeros(x.shape), np.flatnonzero(data[i].mask) - 1
-            if gradient.ndim == 1:
-                weights[places] = gradient
-            else:  # the last column has the datum's own tokens
-                weights[places, :-1] = gradient * gradient.new_tensor(_find_real(data[i]))
-            terms.append((x * weights).sum())
+        for datum, x, part in zip(used, logprobs, gradient.driver, strict=True):
+            own = x[np.flatnonzero(datum.mask) - 1]
+            if part.ndim == 2:  # the last column has the datum's own tokens
+                own, part = own[:, :-1], part * part.new_tensor(_find_real(datum))
+            terms.append((own * part).sum())
         return sum(terms, start=logprobs[0].new_zeros(())), {}
 
-    datums = [_scored_datum(data[i], prepared) for i in indices]
+    def finish(results: list[types.ForwardBackwardOutput]) -> Output:
+        if not backward:
+            evaluate(_rows(results[0]))
+        gradient, logprobs = found[0]
+        return _assemble(data, dict(zip(indices, logprobs, strict=True)), parts=[gradient])
 
-    def finish(_: object) -> Output:
-        found, chosen = kept[0]
-        return assemble_output(data, _spread(data, chosen), {}, [found])
-
-    return PendingResult([client.forward_backward_custom(datums, loss).future()], finish)
+    datums = [_scored_datum(datum, prepared) for datum in used]
+    if backward:
+        return PendingResult([client.forward_backward_custom(datums, loss).future()], finish)
+    return PendingResult([client.forward(datums, "cross_entropy").future()], finish)
 
 
 def _differentiate(
-    prepared: PreparedLoss, rows: Sequence[np.ndarray], data: Sequence[Datum], indices: Sequence[int]
-) -> tuple[LossGradient, list[np.ndarray]]:
-    """Return the gradient of a loss by what ``read_logprobs`` gave, and the logprobs of the datums' own tokens.
+    prepared: PreparedLoss | None, rows: list[np.ndarray], used: Sequence[Datum], indices: Sequence[int]
+) -> tuple[LossGradient | None, list[np.ndarray]]:
+    """Return the gradient of a loss by what ``_read_logprobs`` gave, and the logprobs of the datums' own tokens.
 
     Raises:
         LossFailed: whatever the loss raised.
     """
+    if prepared is None:
+        return None, rows
     import torch
 
-    used = [data[i] for i in indices]
-    driver = own = list(rows)
+    driver = own = rows
     if prepared.driver == "target_logprobs":
         driver = [np.where(_find_real(d), x[:, :-1], np.float32(0)) for d, x in zip(used, rows, strict=True)]
         own = [x[:, -1] for x in rows]
@@ -150,15 +172,15 @@ def _differentiate(
         raise LossFailed(error) from error
 
 
-def _trained_indices(data: Sequence[Datum]) -> list[int]:
+def _find_trained(data: Sequence[Datum]) -> list[int]:
     """Return which datums are sent: those with a token of the policy's own."""
     return [i for i, datum in enumerate(data) if datum.mask.any()]
 
 
-def _spread(data: Sequence[Datum], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return one array [n] per datum, of arrays for those that were sent; the others have no token."""
-    left = iter(arrays)
-    return [next(left) if datum.mask.any() else np.zeros(0, np.float32) for datum in data]
+def _assemble(data: Sequence[Datum], logprobs: Mapping[int, np.ndarray], **more: Any) -> Output:
+    """Return the call's output from the logprobs of the datums that were sent."""
+    none = [np.zeros(int(datum.mask.sum()), np.float32) for datum in data]
+    return assemble_output(data, [logprobs.get(i, zeros) for i, zeros in enumerate(none)], {}, **more)
 
 
 def _find_real(datum: Datum) -> np.ndarray:
@@ -170,13 +192,13 @@ def _find_real(datum: Datum) -> np.ndarray:
 def _scored_datum(datum: Datum, prepared: PreparedLoss | None) -> types.Datum:
     """Return the SDK's datum whose logprobs are asked for: with targets these, 0 for none, and last its own tokens."""
     if prepared is None or prepared.driver != "target_logprobs":
-        return to_sdk_datum(datum, {"weights": np.zeros(int(datum.mask.sum()), np.float32)})
+        return _to_sdk_datum(datum, {"weights": np.zeros(int(datum.mask.sum()), np.float32)})
     targets = np.maximum(datum.inputs["target_tokens"][datum.mask], 0)
     targets = np.column_stack([targets, datum.tokens[datum.mask]])
-    return to_sdk_datum(datum, {"weights": np.zeros(targets.shape, np.float32)}, targets)
+    return _to_sdk_datum(datum, {"weights": np.zeros(targets.shape, np.float32)}, targets)
 
 
-def to_sdk_datum(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> types.Datum:
+def _to_sdk_datum(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> types.Datum:
     """Return the SDK's datum.
 
     What follows the last token of the policy's own has no influence and is left out.
@@ -203,7 +225,7 @@ def _rows(response: types.ForwardBackwardOutput) -> list[np.ndarray]:
     return [np.zeros(()) if x is None else np.asarray(x.to_numpy(), np.float32) for x in outputs]
 
 
-def read_logprobs(
+def _read_logprobs(
     call: str, rows: Sequence[np.ndarray], data: Sequence[Datum], indices: Sequence[int]
 ) -> list[np.ndarray]:
     """Return float32 [n] or [n, K] per datum that was sent, from the service's arrays [N] or [N, K].
@@ -230,8 +252,8 @@ def read_logprobs(
     return logprobs
 
 
-Arrays: TypeAlias = Mapping[str, np.ndarray]
-Settings: TypeAlias = Mapping[str, Any]
+class NotHosted(Exception):
+    """Why no hosted calls are exactly the loss."""
 
 
 @attrs.frozen(eq=False)
@@ -241,201 +263,154 @@ class HostedCall:
     Attributes:
         loss: the service's name.
         config: its settings, always all of them: servers differ in their defaults.
-        arrays: per datum the loss's inputs, float32 [n] each by the service's names; None where the datum is not sent.
+        inputs: returns a datum's inputs of the loss, float32 [n] each by the service's names.
+        chosen: returns which of a datum's tokens count, bool [n]; None for all. A datum without any is not sent.
     """
 
     loss: str
     config: Mapping[str, float]
-    arrays: Sequence[Arrays | None]
+    inputs: Callable[[Datum], Arrays]
+    chosen: OfDatum | None = None
 
-
-def plan_hosted_calls(name: str, settings: Settings, data: Sequence[Datum]) -> tuple[Sequence[HostedCall], str]:
-    """Return the hosted calls that together are exactly the loss ``name``; none, and the reason, where there are none.
-
-    Args:
-        name: of ``rlkit.losses.registry``.
-        settings: of the loss, bound.
-        data: the datums.
-    """
-    make = HOSTED.get(name)
-    if make is None:
-        return (), f"the service has no loss {name!r}"
-    used = [datum if datum.mask.any() else None for datum in data]
-    calls = make(settings, used)
-    return ((), calls) if isinstance(calls, str) else (calls, "")
+    def read(self, datum: Datum) -> Arrays | None:
+        """Return the inputs, 0 where a token does not count; None where none does."""
+        if self.chosen is None:
+            return self.inputs(datum)
+        chosen, inputs = self.chosen(datum), self.inputs(datum)
+        return {name: np.where(chosen, x, np.float32(0)) for name, x in inputs.items()} if chosen.any() else None
 
 
 def _read_input(datum: Datum, name: str, default: float | None = None) -> np.ndarray:
     """Return float32 [n]: an input of the policy's own tokens."""
-    n = int(datum.mask.sum())
-    array = datum.inputs[name] if default is None or name in datum.inputs else np.float32(default)
-    array = np.asarray(array, np.float32)
-    values: np.ndarray = np.full(n, array, np.float32) if array.ndim == 0 else array[datum.mask]
-    return values
+    array = np.asarray(datum.inputs.get(name, default), np.float32)
+    return datum.select(array) if array.ndim else np.full(int(datum.mask.sum()), array)
 
 
 def _read_weights(datum: Datum) -> np.ndarray:
     return _read_input(datum, "weights", 1.0)
 
 
-_POSITIVE = "its minimum requires weights >= 0"  # w min(a, b) is max(w a, w b) where w < 0
+def _weigh_advantages(datum: Datum) -> np.ndarray:
+    weighted: np.ndarray = _read_weights(datum) * _read_input(datum, "advantages")
+    return weighted
 
 
-def _has_negative_weights(data: Sequence[Datum | None]) -> bool:
-    return any(datum is not None and bool((_read_weights(datum) < 0).any()) for datum in data)
+def _require(possible: object, why: str) -> None:
+    if not possible:
+        raise NotHosted(why)
 
 
-def _map_datums(data: Sequence[Datum | None], arrays: Callable[[Datum], Arrays | None]) -> list[Arrays | None]:
-    return [None if datum is None else arrays(datum) for datum in data]
+def _require_positive(data: Sequence[Datum]) -> None:
+    # w min(a, b) is max(w a, w b) where w < 0
+    _require(all((_read_weights(datum) >= 0).all() for datum in data), "its minimum requires weights >= 0")
 
 
-def _drop_empty(*calls: HostedCall) -> list[HostedCall]:
-    """Return those in which a datum is sent."""
-    return [call for call in calls if any(arrays is not None for arrays in call.arrays)]
-
-
-def _weigh_logprobs(data: Sequence[Datum | None], weights: Callable[[Datum], np.ndarray]) -> list[HostedCall]:
+def _weigh_logprobs(weights: OfDatum, chosen: OfDatum | None = None) -> HostedCall:
     """Return cross_entropy with these weights: -sum w lp."""
-    return [HostedCall("cross_entropy", {}, _map_datums(data, lambda d: {"weights": weights(d)}))]
+    return HostedCall("cross_entropy", {}, lambda datum: {"weights": weights(datum)}, chosen)
 
 
 def _weigh_ratio(
     loss: str,
-    data: Sequence[Datum | None],
-    config: Mapping[str, float],
-    advantages: Callable[[Datum], np.ndarray],
+    settings: Settings,
+    weights: OfDatum = _read_weights,
     behaviour: str = "sampling_logprobs",
-) -> list[HostedCall]:
-    def arrays(datum: Datum) -> Arrays:
-        q = np.where(_read_weights(datum) != 0, _read_input(datum, behaviour), np.float32(0))
-        return {"logprobs": q, "advantages": advantages(datum)}
+    chosen: OfDatum | None = None,
+) -> HostedCall:
+    """Return a loss of the ratio to ``behaviour``, with A := w A."""
 
-    return [HostedCall(loss, config, _map_datums(data, arrays))]
+    def inputs(datum: Datum) -> Arrays:
+        w = weights(datum)
+        q = np.where(w != 0, _read_input(datum, behaviour), np.float32(0))
+        return {"logprobs": q, "advantages": w * _read_input(datum, "advantages")}
 
-
-def _weigh_advantages(datum: Datum) -> np.ndarray:
-    folded: np.ndarray = _read_weights(datum) * _read_input(datum, "advantages")
-    return folded
-
-
-def _read_bounds(settings: Settings) -> dict[str, float]:
-    return {key: float(settings[key]) for key in ("clip_low_threshold", "clip_high_threshold")}
+    bounds = ("clip_low_threshold", "clip_high_threshold")
+    return HostedCall(loss, {key: float(settings[key]) for key in bounds if key in settings}, inputs, chosen)
 
 
-def _ppo(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
-    if settings["dual_clip"] is not None:
-        return "the hosted ppo has no dual clip"
-    if _has_negative_weights(data):
-        return _POSITIVE
-    return _weigh_ratio("ppo", data, _read_bounds(settings), _weigh_advantages)
+def _ppo(settings: Settings, data: Sequence[Datum]) -> list[HostedCall]:
+    _require(settings["dual_clip"] is None, "the hosted ppo has no dual clip")
+    _require_positive(data)
+    return [_weigh_ratio("ppo", settings)]
 
 
-def _cispo(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
-    if settings["unified_mask"]:
-        return "the hosted cispo has no unified mask"
-    return _weigh_ratio("cispo", data, _read_bounds(settings), _weigh_advantages)
+def _cispo(settings: Settings, _: Sequence[Datum]) -> list[HostedCall]:
+    _require(not settings["unified_mask"], "the hosted cispo has no unified mask")
+    return [_weigh_ratio("cispo", settings)]
 
 
-def _decoupled_ppo(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
-    if _has_negative_weights(data):
-        return _POSITIVE
-    cap = settings["behaviour_cap"]
+def _decoupled_ppo(settings: Settings, data: Sequence[Datum]) -> list[HostedCall]:
+    _require_positive(data)
+    cap = np.float32(np.inf if settings["behaviour_cap"] is None else settings["behaviour_cap"])
 
     # b > 0 may move into the minimum: b min(r A, c A) = min(r b A, c b A). So it is ppo from the old policy, of b A.
-    def advantages(datum: Datum) -> np.ndarray:
+    def weights(datum: Datum) -> np.ndarray:
+        w = _read_weights(datum)
         distance = _read_input(datum, "old_logprobs") - _read_input(datum, "sampling_logprobs")
-        behaviour = np.exp(np.where(_read_weights(datum) != 0, distance, np.float32(0)))
-        capped: np.ndarray = behaviour if cap is None else np.minimum(behaviour, np.float32(cap))
-        weighted: np.ndarray = _weigh_advantages(datum) * capped
+        weighted: np.ndarray = w * np.minimum(np.exp(np.where(w != 0, distance, np.float32(0))), cap)
         return weighted
 
-    return _weigh_ratio("ppo", data, _read_bounds(settings), advantages, "old_logprobs")
+    return [_weigh_ratio("ppo", settings, weights, "old_logprobs")]
 
 
-def _gspo_token(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
-    if _has_negative_weights(data):
-        return _POSITIVE
+def _gspo_token(settings: Settings, data: Sequence[Datum]) -> list[HostedCall]:
+    _require_positive(data)
+    call = _weigh_ratio("gspo", settings)
 
-    def arrays(datum: Datum) -> Arrays:
-        folded = _weigh_advantages(datum)
+    def inputs(datum: Datum) -> Arrays:
         q = _read_input(datum, "sampling_logprobs")  # whatever the weight: it is part of the sequence's ratio
-        return {"logprobs": q, "advantages": folded, "sequence_ratio_mask": np.ones_like(folded)}
+        return {**call.inputs(datum), "logprobs": q, "sequence_ratio_mask": np.ones_like(q)}
 
-    return [HostedCall("gspo", _read_bounds(settings), _map_datums(data, arrays))]
+    return [attrs.evolve(call, inputs=inputs)]
 
 
-def _gspo(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
-    for datum in data:
-        if datum is not None and np.ptp(_weigh_advantages(datum)) > 0:
-            return "the hosted gspo is the token form, another loss where advantages differ within a datum"
+def _gspo(settings: Settings, data: Sequence[Datum]) -> list[HostedCall]:
+    why = "the hosted gspo is the token form, another loss where advantages differ within a datum"
+    _require(not any(np.ptp(_weigh_advantages(datum)) > 0 for datum in data), why)
     return _gspo_token(settings, data)
 
 
-def _topr(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
+def _topr(settings: Settings, _: Sequence[Datum]) -> list[HostedCall]:
     """Clip the ratio to [0, 1], but above the threshold it has no say. A token counts in one call."""
-    threshold = np.float32(settings["threshold"])
 
-    def positive(datum: Datum) -> Arrays | None:
-        chosen = _read_input(datum, "advantages") > threshold
-        return {"weights": np.where(chosen, _weigh_advantages(datum), np.float32(0))} if chosen.any() else None
-
-    def other(datum: Datum) -> Arrays | None:
-        chosen = _read_input(datum, "advantages") <= threshold
-        if not chosen.any():
-            return None
-        advantages = np.where(chosen, _weigh_advantages(datum), np.float32(0))
-        return {"logprobs": _read_input(datum, "sampling_logprobs"), "advantages": advantages}
+    def is_above(datum: Datum) -> np.ndarray:
+        above: np.ndarray = _read_input(datum, "advantages") > np.float32(settings["threshold"])
+        return above
 
     bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": 1.0}
-    return _drop_empty(
-        HostedCall("cross_entropy", {}, _map_datums(data, positive)),
-        HostedCall("cispo", bounds, _map_datums(data, other)),
-    )
+    other = _weigh_ratio("cispo", bounds, chosen=lambda datum: ~is_above(datum))
+    return [_weigh_logprobs(_weigh_advantages, is_above), other]
 
 
-def _mix(settings: Settings, data: Sequence[Datum | None]) -> list[HostedCall] | str:
+def _mix(settings: Settings, data: Sequence[Datum]) -> list[HostedCall]:
     """Send the expert's tokens as cross entropy with weights w mu, the policy's as ppo with A := w (1 - mu) A."""
-    if settings["phi"]:
-        return "its weights depend on the policy's probabilities"
-    if settings["dual_clip"] is not None:
-        return "the hosted ppo has no dual clip"
-    if _has_negative_weights(data):
-        return _POSITIVE
+    _require(not settings["phi"], "its weights depend on the policy's probabilities")
+    _require(settings["dual_clip"] is None, "the hosted ppo has no dual clip")
+    _require_positive(data)
 
-    def expert(datum: Datum) -> Arrays | None:
-        chosen = _read_input(datum, "expert") != 0
-        weights = _read_weights(datum) * _read_input(datum, "mu", 0.1)
-        return {"weights": np.where(chosen, weights, np.float32(0))} if chosen.any() else None
+    def share(datum: Datum) -> np.ndarray:
+        return _read_input(datum, "mu", 0.1)
 
-    def own(datum: Datum) -> Arrays | None:
-        chosen = _read_input(datum, "expert") == 0
-        if not chosen.any():
-            return None
-        zero = np.float32(0)
-        mu = _read_input(datum, "mu", 0.1)
-        advantages = np.where(chosen, _weigh_advantages(datum) * (1 - mu), zero)
-        counted = chosen & (_read_weights(datum) != 0) & (mu != 1)
-        return {"logprobs": np.where(counted, _read_input(datum, "sampling_logprobs"), zero), "advantages": advantages}
-
-    return _drop_empty(
-        HostedCall("cross_entropy", {}, _map_datums(data, expert)),
-        HostedCall("ppo", _read_bounds(settings), _map_datums(data, own)),
+    expert = _weigh_logprobs(lambda d: _read_weights(d) * share(d), lambda d: _read_input(d, "expert") != 0)
+    own = _weigh_ratio(
+        "ppo", settings, lambda d: _read_weights(d) * (1 - share(d)), chosen=lambda d: _read_input(d, "expert") == 0
     )
+    return [expert, own]
 
 
-HOSTED: Mapping[str, Callable[[Settings, Sequence[Datum | None]], list[HostedCall] | str]] = {
+HOSTED: Mapping[str, Callable[[Settings, Sequence[Datum]], list[HostedCall]]] = {
     "cispo": _cispo,
-    "cross_entropy": lambda _, data: _weigh_logprobs(data, _read_weights),
+    "cross_entropy": lambda *_: [_weigh_logprobs(_read_weights)],
     "decoupled_ppo": _decoupled_ppo,
     "gspo": _gspo,
     "gspo_token": _gspo_token,
-    "importance_sampling": lambda _, data: _weigh_ratio("importance_sampling", data, {}, _weigh_advantages),
+    "importance_sampling": lambda *_: [_weigh_ratio("importance_sampling", {})],
     "luspo": _gspo,
     "mix": _mix,
-    "opmd": lambda settings, data: _weigh_logprobs(
-        data, lambda d: _weigh_advantages(d) * np.float32(1.0 / (1.0 + settings["tau"]))
-    ),
+    "opmd": lambda settings, _: [
+        _weigh_logprobs(lambda datum: _weigh_advantages(datum) * np.float32(1.0 / (1.0 + settings["tau"])))
+    ],
     "ppo": _ppo,
-    "reinforce": lambda _, data: _weigh_logprobs(data, _weigh_advantages),
+    "reinforce": lambda *_: [_weigh_logprobs(_weigh_advantages)],
     "topr": _topr,
 }

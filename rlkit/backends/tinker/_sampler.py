@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import numpy as np
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["OffTemperature", "TinkerSampler"]
 
 OffTemperature: TypeAlias = Literal["raise", "rescore", "keep"]
-T = TypeVar("T")
 _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
@@ -109,17 +107,16 @@ class TinkerSampler(Resource):
         array = self._check_tokens("top_logprobs(tokens)", tokens)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
-        def finish(response: types.SampleResponse) -> tuple[np.ndarray, np.ndarray]:
-            top = response.topk_prompt_logprobs_np
-            if top is None:
-                raise UnsupportedError("top_logprobs: the service returned none; this model may not support them")
+        async def ask() -> tuple[np.ndarray, np.ndarray]:
+            options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": k}
+            top = await self._prefill("top_logprobs", array, "topk_prompt_logprobs_np", **options)
             ids, logprobs = np.zeros((array.size, k), np.int64), np.zeros((array.size, k), np.float32)
             width = min(k, top.token_ids.shape[1])
             ids[1:, :width] = top.token_ids[1 : array.size, :width]
             logprobs[1:, :width] = top.logprobs[1 : array.size, :width]
             return ids, logprobs
 
-        return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
+        return self._calls.request("top_logprobs", ask)
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """Return float32 [T, K]. See ``TargetLogprobs``."""
@@ -130,15 +127,14 @@ class TinkerSampler(Resource):
         if array.size == 1 or (wanted[1:] < 0).all():
             return Future.of(np.zeros(wanted.shape, np.float32))
 
-        def finish(response: types.SampleResponse) -> np.ndarray:
-            if response.target_prompt_logprobs is None:
-                raise UnsupportedError("target_logprobs: the service returned none; this model may not support them")
+        async def ask() -> np.ndarray:
+            options = {"target_prompt_logprobs": types.TensorData.from_numpy(wanted[1:])}
+            found = await self._prefill("target_logprobs", array, "target_prompt_logprobs", **options)
             logprobs = np.zeros(wanted.shape, np.float32)
-            logprobs[1:] = np.where(wanted[1:] >= 0, response.target_prompt_logprobs.to_numpy(), 0.0)
+            logprobs[1:] = np.where(wanted[1:] >= 0, found.to_numpy(), 0.0)
             return logprobs
 
-        asked = types.TensorData.from_numpy(wanted[1:])
-        return self._prefill("target_logprobs", array, finish, target_prompt_logprobs=asked)
+        return self._calls.request("target_logprobs", ask)
 
     def close(self) -> None:
         """Refuse later calls; the service forgets the snapshot with the session."""
@@ -182,18 +178,15 @@ class TinkerSampler(Resource):
         logprobs[0] = 0.0
         return logprobs
 
-    def _prefill(
-        self, call: str, tokens: np.ndarray, finish: Callable[[types.SampleResponse], T], **options: Any
-    ) -> Future[T]:
+    async def _prefill(self, call: str, tokens: np.ndarray, field: str, **options: Any) -> Any:
+        """Return a field of the answer to a request for scores of a prompt."""
         from tinker import types
 
         params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
-        text = _prompt(tokens)
-
-        async def ask() -> T:
-            return finish(await self.client.sample(text, 1, params, **options))
-
-        return self._calls.request(call, ask)
+        found = getattr(await self.client.sample(_prompt(tokens), 1, params, **options), field)
+        if found is None:
+            raise UnsupportedError(f"{call}: the service returned none; this model may not support them")
+        return found
 
     def _check_tokens(self, where: str, tokens: TokenIds) -> np.ndarray:
         self._check_open()

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from rlkit.backends.protocol import Sampler, TrainerBackend
-from rlkit.errors import RlkitError
 from rlkit.futures import Future
 from rlkit.types import OPTIONAL_OPTIONS, Adam, Datum, Sample, SamplingParams
 
-__all__ = ["STEP", "ConformanceBase", "Unchecked", "check_refused", "max_difference"]
+__all__ = ["STEP", "ConformanceBase", "Data", "Fresh", "Unchecked", "check_refused", "max_difference", "require"]
 
+Data: TypeAlias = list[Datum]
+Fresh: TypeAlias = Callable[..., TrainerBackend]
 Unchecked: TypeAlias = Any  # tests pass arguments that the types forbid, and ask what a protocol does not promise
 STEP = Adam(learning_rate=0.02)
 
@@ -58,8 +59,16 @@ class ConformanceBase:
         with self.make(tmp_path, seed=0) as policy:
             yield policy
 
+    @pytest.fixture(name="data")
+    def _data(self, policy: TrainerBackend) -> Data:
+        return self.data(policy)
+
+    @pytest.fixture(name="prompt")
+    def _prompt(self, policy: TrainerBackend) -> np.ndarray:
+        return self.prompt(policy)
+
     @pytest.fixture
-    def fresh(self, tmp_path: Path) -> Iterator[Callable[..., TrainerBackend]]:
+    def fresh(self, tmp_path: Path) -> Iterator[Fresh]:
         """Make backends that start alike, and close them."""
         made: list[TrainerBackend] = []
 
@@ -70,6 +79,11 @@ class ConformanceBase:
         yield make
         for policy in made:
             policy.close()
+
+    @pytest.fixture
+    def twin(self, fresh: Fresh) -> TrainerBackend:
+        """Return a backend that starts as ``policy`` did."""
+        return fresh()
 
     @pytest.fixture
     def sampler(self, policy: TrainerBackend) -> Iterator[Sampler]:
@@ -120,6 +134,12 @@ class ConformanceBase:
         return self.logprobs(policy, data)
 
     @staticmethod
+    def following(sampler: Sampler, tokens: np.ndarray) -> np.ndarray:
+        """Return float64 [V]: the logprobs of all tokens behind these."""
+        futures = [sampler.logprobs(np.append(tokens, token)) for token in range(sampler.tokenizer.vocab_size)]
+        return np.array([future.result()[-1] for future in futures], np.float64)
+
+    @staticmethod
     def logprobs(policy: TrainerBackend, data: Sequence[Datum]) -> list[np.ndarray]:
         arrays: list[np.ndarray] = policy.forward(data).result().selected
         return arrays
@@ -132,8 +152,14 @@ def max_difference(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     return max((float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
+def require(condition: object, why: str) -> None:
+    """Skip a test of what the backend does not have."""
+    if not condition:
+        pytest.skip(why)
+
+
 def check_refused(
-    error: type[RlkitError], match: str, call: Callable[..., object], *args: Unchecked, **kwargs: Unchecked
+    error: type[Exception], match: str | None, call: Callable[..., object], *args: Unchecked, **kwargs: Unchecked
 ) -> None:
     """Check that a call raises this error, with this part of its message."""
     with pytest.raises(error, match=match):

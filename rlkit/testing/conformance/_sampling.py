@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +17,15 @@ from rlkit.backends.protocol import (
     TrainerBackend,
 )
 from rlkit.errors import BackendError, ConfigError, DataError, UnsupportedError
-from rlkit.testing.conformance._base import ConformanceBase, Unchecked, check_refused, max_difference
+from rlkit.testing.conformance._base import (
+    ConformanceBase,
+    Data,
+    Fresh,
+    Unchecked,
+    check_refused,
+    max_difference,
+    require,
+)
 from rlkit.types import Adam, Sample, SamplingParams
 
 LONG, SHORT = SamplingParams(max_tokens=12, stop=()), SamplingParams(max_tokens=2)
@@ -27,12 +35,6 @@ OPTIONS = {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "fr
 
 class SamplingTests(ConformanceBase):
     """A sampler is a frozen policy, and says how likely each of its tokens was."""
-
-    @staticmethod
-    def following(sampler: Sampler, tokens: np.ndarray) -> np.ndarray:
-        """Return float64 [V]: the logprobs of all tokens behind these."""
-        futures = [sampler.logprobs(np.append(tokens, token)) for token in range(sampler.tokenizer.vocab_size)]
-        return np.array([future.result()[-1] for future in futures], np.float64)
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
     def test_sampler_and_trainer_agree(self, policy: TrainerBackend, temperature: float) -> None:
@@ -57,30 +59,29 @@ class SamplingTests(ConformanceBase):
         assert np.exp(self.following(sampler, prompt)).sum() == pytest.approx(1.0, abs=1e-3)
         assert sampler.logprobs(prompt).result()[0] == 0.0
 
-    def test_samples_follow_the_logprobs(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_samples_follow_the_logprobs(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """Reported probabilities are those of the draws: the mean of 1/p over distinct first tokens is their number."""
-        params = SamplingParams(max_tokens=1, stop=())
-        samples = sampler.sample(self.prompt(policy), params, n=512, seed=5).result()
+        samples = sampler.sample(prompt, SamplingParams(max_tokens=1, stop=()), n=512, seed=5).result()
         first = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
         counts = {t: sum(int(s.tokens[0]) == t for s in samples) for t in first}
         top = max(first, key=lambda t: first[t])
         p = first[top]
         assert abs(counts[top] / 512 - p) < 5 * np.sqrt(p * (1 - p) / 512) + 1e-9
 
-    def test_seeds_repeat(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_seeds_repeat(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """A seed gives the same samples again, and sample i does not depend on how many there are."""
-        once, again, few = (sampler.sample(self.prompt(policy), LONG, n=n, seed=11).result() for n in (9, 9, 2))
+        once, again, few = (sampler.sample(prompt, LONG, n=n, seed=11).result() for n in (9, 9, 2))
         tokens = [sample.tokens.tolist() for sample in once]
         assert [sample.tokens.tolist() for sample in again] == tokens
         assert [sample.tokens.tolist() for sample in few] == tokens[:2]
 
-    def test_samples_of_a_group_differ(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_samples_of_a_group_differ(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """The samples of one request differ, and so do two requests without a seed."""
-        group = sampler.sample(self.prompt(policy), LONG, n=4, seed=1).result()
-        others = [sampler.sample(self.prompt(policy), LONG).result()[0] for _ in range(2)]
+        group = sampler.sample(prompt, LONG, n=4, seed=1).result()
+        others = [sampler.sample(prompt, LONG).result()[0] for _ in range(2)]
         assert len({tuple(s.tokens.tolist()) for s in [*group, *others]}) == 6
 
-    def test_seed_of_the_backend_repeats(self, fresh: Callable[..., TrainerBackend]) -> None:
+    def test_seed_of_the_backend_repeats(self, fresh: Fresh) -> None:
         """Two backends with one seed sample alike, call by call; another seed samples otherwise."""
         draws = []
         for seed in (3, 3, 4):
@@ -89,12 +90,10 @@ class SamplingTests(ConformanceBase):
         assert draws[0] == draws[1]
         assert draws[0] != draws[2]
 
-    def test_companions_change_nothing(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_companions_change_nothing(self, policy: TrainerBackend, prompt: np.ndarray, sampler: Sampler) -> None:
         """A sample is the same, to the bit, alone and among requests of other lengths and settings."""
-        if not self.exact:
-            pytest.skip("this backend does not guarantee it (exact = False)")
+        require(self.exact, "this backend does not guarantee it (exact = False)")
         params = SamplingParams(max_tokens=20, stop=())
-        prompt = self.prompt(policy)
         alone = sampler.sample(prompt, params, seed=2).result()[0]
         crowd = [sampler.sample(self.prompt(policy, "x" * k), LONG, n=k % 3 + 1) for k in range(1, 12)]
         shared = sampler.sample(np.append(prompt, prompt), params, n=2)
@@ -104,17 +103,16 @@ class SamplingTests(ConformanceBase):
         assert alone.tokens.tolist() == among.tokens.tolist()
         assert alone.logprobs.tobytes() == among.logprobs.tobytes()
 
-    def test_greedy_repeats(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_greedy_repeats(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """Temperature 0 takes the most probable token and reports its untempered logprob."""
         params = SamplingParams(max_tokens=4, temperature=0.0, stop=())
-        a, b = (sampler.sample(self.prompt(policy), params, seed=seed).result()[0] for seed in (1, 2))
+        a, b = (sampler.sample(prompt, params, seed=seed).result()[0] for seed in (1, 2))
         scored = sampler.logprobs(np.concatenate([a.prompt, a.tokens])).result()[a.prompt.size :]
         assert a.tokens.tolist() == b.tokens.tolist()
         assert max_difference([scored], [a.logprobs]) < self.tolerance
 
-    def test_truncation_renormalises(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_truncation_renormalises(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """With top_k = 1 every token is certain; with top_p the reported probabilities are those of what is left."""
-        prompt = self.prompt(policy)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, stop=())
         only = sampler.sample(prompt, SamplingParams(max_tokens=4, top_k=1, stop=()), n=2).result()
         best = sampler.sample(prompt, greedy).result()[0]
@@ -129,43 +127,38 @@ class SamplingTests(ConformanceBase):
 
     @pytest.mark.parametrize(("name", "value"), OPTIONS.items())
     def test_options_are_there_or_refused(
-        self, policy: TrainerBackend, name: str, value: float, sampler: Sampler
+        self, policy: TrainerBackend, prompt: np.ndarray, name: str, value: float, sampler: Sampler
     ) -> None:
         """A sampler without an option says so before any work; one that has it records it, and its datum is cut."""
         params = SamplingParams(max_tokens=3, stop=(), **{name: value})  # type: ignore[arg-type]
         if name not in self.offers:
-            with pytest.raises(UnsupportedError, match=name):
-                sampler.sample(self.prompt(policy), params)
+            check_refused(UnsupportedError, name, sampler.sample, prompt, params)
             return
-        sample = sampler.sample(self.prompt(policy), params).result()[0]
+        sample = sampler.sample(prompt, params).result()[0]
         assert sample.sampling_options == params.sampling_options
         assert sample.datum(1.0).truncated
-        with pytest.raises(DataError, match=r"data\[0\].*penalty"):
-            policy.forward([sample.datum(1.0)], "ppo")
+        check_refused(DataError, r"data\[0\].*penalty", policy.forward, [sample.datum(1.0)], "ppo")
 
-    def test_min_p_renormalises(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_min_p_renormalises(self, prompt: np.ndarray, sampler: Sampler) -> None:
         """With min_p the reported probabilities are those of what is left, none below its share of the largest."""
-        if "min_p" not in self.offers:
-            pytest.skip("this backend has no min_p")
+        require("min_p" in self.offers, "this backend has no min_p")
         params = SamplingParams(max_tokens=1, min_p=0.5, stop=())
-        samples = sampler.sample(self.prompt(policy), params, n=64, seed=0).result()
-        whole = self.following(sampler, self.prompt(policy))
+        samples = sampler.sample(prompt, params, n=64, seed=0).result()
+        whole = self.following(sampler, prompt)
         kept = np.exp(np.where(whole >= whole.max() + np.log(0.5), whole, -np.inf))
         seen = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
         assert all(p == pytest.approx(kept[token] / kept.sum(), rel=20 * self.tolerance) for token, p in seen.items())
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_penalties_lower_logprobs(self, policy: TrainerBackend, temperature: float, sampler: Sampler) -> None:
+    def test_penalties_lower_logprobs(self, prompt: np.ndarray, temperature: float, sampler: Sampler) -> None:
         """Presence and frequency come off the logits of the completion's tokens, once and by their number.
 
         The repetition penalty lowers the logits of the prompt's tokens too, and of no others.
         """
-        if not {"repetition_penalty", "presence_penalty", "frequency_penalty"} <= set(self.offers):
-            pytest.skip("this backend lacks a penalty")
+        require(OPTIONS.keys() - {"min_p"} <= {*self.offers}, "this backend lacks a penalty")
         both = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
         params = SamplingParams(max_tokens=3, stop=(), temperature=temperature, **both)  # type: ignore[arg-type]
         repeated = SamplingParams(max_tokens=1, stop=(), temperature=temperature, repetition_penalty=3.0)
-        prompt = self.prompt(policy)
         sample = sampler.sample(prompt, params, seed=3).result()[0]
         whole = self.following(sampler, np.append(prompt, sample.tokens[:2]))
         firsts = sampler.sample(prompt, repeated, n=64, seed=4).result()
@@ -181,9 +174,9 @@ class SamplingTests(ConformanceBase):
         assert np.ptp(others or [0.0]) < 20 * self.tolerance
         assert all(gain <= max(others, default=np.inf) + self.tolerance for _, gain in gains)
 
-    def test_stops(self, policy: TrainerBackend, sampler: Sampler) -> None:
+    def test_stops(self, policy: TrainerBackend, prompt: np.ndarray, sampler: Sampler) -> None:
         """A stop id or string ends a sample and is part of it; () lets nothing end it but max_tokens."""
-        prompt, tokenizer = self.prompt(policy), policy.tokenizer
+        tokenizer = policy.tokenizer
         full = sampler.sample(prompt, LONG, seed=9).result()[0]
         assert (full.stop_reason, full.tokens.size) == ("length", 12)
         token = int(full.tokens[3])
@@ -206,9 +199,8 @@ class SamplingTests(ConformanceBase):
         sample = sampler.sample(prompt, LONG, seed=0).result()[0]
         assert (sample.tokens.size, sample.stop_reason) == (2, "length")
 
-    def test_snapshots_never_change(self, policy: TrainerBackend) -> None:
+    def test_snapshots_never_change(self, policy: TrainerBackend, data: Data) -> None:
         """An old sampler gives what it gave before the policy was trained; a new one does not."""
-        data = self.data(policy)
         before = policy.sampler().result()
         tokens = data[0].tokens
         first = before.logprobs(tokens).result()
@@ -222,9 +214,8 @@ class SamplingTests(ConformanceBase):
         scored = after.logprobs(tokens, temperature=data[0].temperature).result()
         assert max_difference([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
 
-    def test_base_is_never_written(self, policy: TrainerBackend) -> None:
+    def test_base_is_never_written(self, policy: TrainerBackend, data: Data) -> None:
         """Training, snapshots and sampling leave the base model as it was, to the bit."""
-        data = self.data(policy)
         base = policy.base_sampler().result()
         first = base.logprobs(data[0].tokens).result()
         for _ in range(3):
@@ -238,8 +229,7 @@ class SamplingTests(ConformanceBase):
         """After close(), and after its context, a sampler raises."""
         with policy.sampler().result() as sampler:
             pass
-        with pytest.raises(BackendError, match="closed"):
-            sampler.sample([1], LONG)
+        check_refused(BackendError, "closed", sampler.sample, [1], LONG)
 
     def test_live_samplers(self, policy: TrainerBackend) -> None:
         """An update is the policy as of its call; before it nothing changes, and tokens say who drew them."""
@@ -261,8 +251,7 @@ class SamplingTests(ConformanceBase):
             assert {s.version for s in live.sample(prompt, LONG, n=2, seed=1).result()} == {newest.version}
             self.check_versions(running.result(), {before.version, newest.version}, live.switches)
             assert live.update().result() == newest.version
-        with pytest.raises(BackendError):
-            live.update()
+        check_refused(BackendError, None, live.update)
 
     @staticmethod
     def check_versions(samples: Sequence[Sample], versions: set[int], switches: str) -> None:
@@ -297,8 +286,8 @@ class ScoreTests(ConformanceBase):
     @pytest.fixture
     def scorer(self, sampler: Unchecked) -> Unchecked:
         """Return a sampler that has both protocols."""
-        if not (isinstance(sampler, TopK) and isinstance(sampler, TargetLogprobs)):
-            pytest.skip("its samplers have neither TopK nor TargetLogprobs")
+        both = isinstance(sampler, TopK) and isinstance(sampler, TargetLogprobs)
+        require(both, "its samplers have neither TopK nor TargetLogprobs")
         return sampler
 
     def test_top_logprobs_are_the_largest(self, policy: Unchecked, scorer: Unchecked) -> None:
@@ -309,7 +298,9 @@ class ScoreTests(ConformanceBase):
         whole = scorer.target_logprobs(tokens, everything).result()
         scored = scorer.logprobs(tokens).result()
         if isinstance(scorer, PromptLogprobs):  # both, of one pass
-            self.check_prompt_logprobs(scorer, tokens, scored, logprobs)
+            both = scorer.prompt_logprobs(tokens, 5).result()
+            assert max(max_difference(both[:1], [scored]), max_difference(both[2:], [logprobs])) < self.tolerance
+            assert [each.dtype for each in both] == [np.float32, np.int64, np.float32]
         assert (ids.dtype, logprobs.dtype, whole.dtype) == (np.int64, np.float32, np.float32)
         assert ids.shape == logprobs.shape == (tokens.size, 5)
         assert not ids[0].any()
@@ -320,15 +311,6 @@ class ScoreTests(ConformanceBase):
         assert max_difference([np.take_along_axis(whole[1:], ids[1:], 1)], [logprobs[1:]]) < self.tolerance
         assert max_difference([whole[places, tokens[1:]]], [scored[1:]]) < self.tolerance
         assert np.exp(whole[1:]).sum(-1) == pytest.approx(1.0, abs=1e-3)
-
-    def check_prompt_logprobs(
-        self, scorer: PromptLogprobs, tokens: np.ndarray, scored: np.ndarray, largest: np.ndarray
-    ) -> None:
-        """Check that one pass gives the logprobs of the tokens, and the largest."""
-        both = scorer.prompt_logprobs(tokens, 5).result()
-        assert max_difference(both[:1], [scored]) < self.tolerance
-        assert max_difference(both[2:], [largest]) < self.tolerance
-        assert [each.dtype for each in both] == [np.float32, np.int64, np.float32]
 
     def test_targets_of_minus_one_are_none(self, scorer: Unchecked) -> None:
         """Their logprob is 0, as is that of the first token's targets; one token alone has none at all."""
@@ -342,27 +324,22 @@ class ScoreTests(ConformanceBase):
         tokens = self.prompt(policy, "hello there")
         mask = np.arange(tokens.size) % 2 == 0
         whole = sampler.logprobs(tokens).result()
-        if not hasattr(sampler, "masked_logprobs"):
-            pytest.skip("its samplers have no masked_logprobs")
+        require(hasattr(sampler, "masked_logprobs"), "its samplers have no masked_logprobs")
         masked = sampler.masked_logprobs(tokens, mask).result()
         assert masked.dtype == np.float32
         assert max_difference([masked], [np.where(mask, whole, 0.0)]) < self.tolerance
-        with pytest.raises(DataError, match="mask"):
-            sampler.masked_logprobs(tokens, mask[1:])
+        check_refused(DataError, "mask", sampler.masked_logprobs, tokens, mask[1:])
 
     def test_bad_targets_are_refused(self, policy: Unchecked, scorer: Unchecked) -> None:
         """At the call, naming the argument."""
         size = policy.tokenizer.vocab_size
         bad: object
         for bad in ([[5.0]] * 3, [[5]], [5, 6, 7], [[-2]] * 3, [[size]] * 3, [[]] * 3):
-            with pytest.raises(DataError, match="targets"):
-                scorer.target_logprobs([1, 2, 3], bad)
+            check_refused(DataError, "targets", scorer.target_logprobs, [1, 2, 3], bad)
         for k in (0, size + 1, 2.0):
-            with pytest.raises(ConfigError, match="k"):
-                scorer.top_logprobs([1, 2], k)
+            check_refused(ConfigError, "k", scorer.top_logprobs, [1, 2], k)
             if isinstance(scorer, PromptLogprobs):
-                with pytest.raises(ConfigError, match="k"):
-                    scorer.prompt_logprobs([1, 2], k)  # type: ignore[arg-type]  # on purpose
+                check_refused(ConfigError, "k", scorer.prompt_logprobs, [1, 2], k)
 
     def test_a_teacher_of_the_top_k_is_imitated(self, policy: Unchecked, scorer: Unchecked) -> None:
         """The loss against the policy's own top k is 0, and its gradient vanishes where k is the vocabulary."""

@@ -10,25 +10,23 @@ import rlkit
 from rlkit import losses
 from rlkit.losses import with_entropy
 from rlkit.testing import FakeTinker
-from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity, needs
+from tests.backends.tinker.conftest import connect
+from tests.each import for_each
+from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity
 
 pytest.importorskip("tinker", reason="needs the extra tinker")
 
 HOSTED = {
-    "cispo": ("cispo",),
-    "cross_entropy": ("cross_entropy",),
+    **{name: (name,) for name in ("cispo", "cross_entropy", "gspo", "importance_sampling", "ppo")},
+    **dict.fromkeys(("gspo_token", "luspo"), ("gspo",)),
+    **dict.fromkeys(("opmd", "reinforce"), ("cross_entropy",)),
     "decoupled_ppo": ("ppo",),
-    "gspo": ("gspo",),
-    "gspo_token": ("gspo",),
-    "importance_sampling": ("importance_sampling",),
-    "luspo": ("gspo",),
     "mix": ("cross_entropy", "ppo"),
-    "opmd": ("cross_entropy",),
-    "ppo": ("ppo",),
-    "reinforce": ("cross_entropy",),
     "topr": ("cross_entropy", "cispo"),
 }
-POLICY = [v for v in VARIANTS if not v[0].startswith("value_")]
+POLICY = {identity(v): v for v in VARIANTS if not v[0].startswith("value_")}
+# with_kl, at every level: no hosted loss is one
+POLICY |= {name: (COMPOSED[name], {}) for name in COMPOSED if "entropy" not in name.split("+")[1:]}
 GD = rlkit.Adam(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e8)  # without moments: plain gradient descent
 
 
@@ -36,10 +34,6 @@ GD = rlkit.Adam(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e8)  # without mom
 def service():
     with FakeTinker(seed=0) as fake:
         yield fake
-
-
-def connect(fake):
-    return rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key, seed=0, deadline=30.0)
 
 
 def episodes(loss, settings=None, *, constant=False):
@@ -93,10 +87,9 @@ def check_equal(policy, data, loss, settings=None):
     return route
 
 
-@pytest.mark.parametrize("variant", POLICY, ids=identity)
-def test_every_loss_by_name(service, variant):
-    """Whatever way a named loss takes."""
-    name, settings = variant
+@pytest.mark.parametrize(("name", "settings"), POLICY.values(), ids=POLICY)
+def test_every_loss_by_name(service, name, settings):
+    """Whatever way a named loss takes, or a composition."""
     data = episodes(name, settings, constant=name in ("gspo", "luspo"))
     route = check_equal(connect(service), data, name, settings)
     plain = not (settings.get("dual_clip") or settings.get("unified_mask") or settings.get("phi"))
@@ -106,13 +99,6 @@ def test_every_loss_by_name(service, variant):
     else:
         assert (route.kind, route.calls) == ("client", ("forward", "cross_entropy"))
         assert route.why
-
-
-@pytest.mark.parametrize("name", [n for n in COMPOSED if "entropy" not in n.split("+")[1:]])
-def test_compositions(service, name):
-    """with_kl, at every level: no hosted loss is one."""
-    loss = COMPOSED[name]
-    assert check_equal(connect(service), episodes(loss), loss).kind == "client"
 
 
 def test_a_function_is_run_as_it_is_written(service):
@@ -129,31 +115,52 @@ def test_a_function_is_run_as_it_is_written(service):
         assert "as written" in route.why
 
 
-def test_what_hosted_losses_cannot_say_takes_another_way(service):
-    """Negative weights under a minimum, and advantages that differ under gspo, are not folded."""
-    data = [d.with_inputs(weights=-0.5) for d in episodes("ppo")]
-    for datum in episodes("ppo"):  # one negative weight is enough
-        weights = np.ones(int(datum.mask.sum()))
-        weights[-1] = -0.5
-        assert check_equal(connect(service), [datum.with_inputs(weights=weights)], "ppo").kind == "client"
-    for name in ("ppo", "decoupled_ppo", "gspo_token", "mix"):
-        own = [d.with_inputs(weights=-0.5) for d in episodes(name)]
-        assert check_equal(connect(service), own, name).kind == "client"
-    assert check_equal(connect(service), data, "importance_sampling").kind == "hosted"
-    route = check_equal(connect(service), episodes("gspo"), "gspo")
-    assert route.kind == "client"
-    assert "token form" in route.why
+def weighted(name, *weights, constant=False):
+    """Episodes whose weights run from the first to the last of these."""
+    data = episodes(name, constant=constant)
+    return [d.with_inputs(weights=np.linspace(weights[0], weights[-1], int(d.mask.sum()))) for d in data]
 
 
-@pytest.mark.parametrize(
-    ("loss", "match"),
-    [
-        ("value_clipped", "critic"),
-        ("value_huber", "critic"),
-        ("stable_reinforce", "training_client"),
-        (with_entropy("ppo", 0.1), "entropy_bonus"),
-    ],
-)
+def mixed(*, per_token):
+    """Tokens of the expert and of the policy in one datum, and either alone; else whole datums and default shares."""
+    data = []
+    for i, datum in enumerate(episodes("mix")):
+        n = int(datum.mask.sum())
+        inputs = {k: datum.select(v) if v.ndim else v for k, v in datum.inputs.items() if k != "mu" or per_token}
+        expert = [np.arange(n) % 2, np.zeros(n), np.ones(n), np.arange(n) > 0][i % 4] if per_token else i % 2
+        data.append(rlkit.Datum(datum.tokens, datum.mask, {**inputs, "expert": np.asarray(expert, float)}))
+    return data
+
+
+SPECIAL = [
+    *(
+        ("client", name, lambda name=name: weighted(name, -0.5))
+        for name in ("ppo", "decoupled_ppo", "gspo_token", "mix")
+    ),
+    *(("client", "ppo", lambda i=i: weighted("ppo", 1.0, -0.5)[i : i + 1]) for i in range(4)),  # one is enough
+    ("hosted", "importance_sampling", lambda: weighted("ppo", -0.5)),
+    # The hosted token form is another loss where advantages or weights differ within a datum.
+    ("client", "gspo", lambda: episodes("gspo")),
+    ("client", "gspo", lambda: weighted("gspo", 0.5, 2.0, constant=True)),
+    # The advantage decides in which call a token counts, not the sign of its weight.
+    ("composed", "topr", lambda: weighted("topr", -0.5)),
+    ("composed", "mix", lambda: mixed(per_token=True)),
+    ("composed", "mix", lambda: mixed(per_token=False)),  # mu has one default, in the policy's part and the expert's
+]
+
+
+@for_each(("kind", "loss", "make"), SPECIAL)
+def test_what_decides_on_the_way(service, kind, loss, make):
+    """Hosted losses cannot say everything: weights below 0 under a minimum, or advantages that differ under gspo."""
+    route = check_equal(connect(service), make(), loss)
+    assert route.kind == kind
+    assert loss != "gspo" or "token form" in route.why
+
+
+REFUSED = [("value_clipped", "critic"), ("value_huber", "critic"), ("stable_reinforce", "training_client")]
+
+
+@for_each(("loss", "match"), [*REFUSED, (with_entropy("ppo", 0.1), "entropy_bonus")])
 def test_what_no_route_can_express(service, loss, match):
     """What the service cannot give is refused by name, with the alternative, before anything is sent."""
     with connect(service) as policy:
@@ -164,45 +171,3 @@ def test_what_no_route_can_express(service, loss, match):
         with pytest.raises(rlkit.UnsupportedError, match="entropy"):
             policy.forward(data, want=("entropy",))
         assert len(service.requests) == sent
-
-
-def test_the_table_of_routes_is_whole():
-    """Every loss of the registry is tried above."""
-    assert {name for name, _ in VARIANTS} >= set(NAMES)
-    assert set(HOSTED) <= {name for name in NAMES if needs(name)[0] == "logprobs"}
-
-
-def test_gspo_with_weights_that_differ(service):
-    """The hosted token form is another loss where weights differ within a datum, though the advantages do not."""
-    data = []
-    for datum in episodes("gspo", constant=True):
-        weights = np.linspace(0.5, 2.0, int(datum.mask.sum()))
-        data.append(datum.with_inputs(weights=weights))
-    route = check_equal(connect(service), data, "gspo")
-    assert route.kind == "client"
-    assert "token form" in route.why
-
-
-def test_topr_with_negative_weights(service):
-    """The advantage decides in which call a token counts, not the sign of its weight."""
-    data = [d.with_inputs(weights=-0.5) for d in episodes("topr")]
-    assert check_equal(connect(service), data, "topr").kind == "composed"
-
-
-def test_mix_within_a_datum(service):
-    """Tokens of the expert and of the policy in one datum, and a datum of either alone."""
-    data = []
-    for i, datum in enumerate(episodes("mix")):
-        n = int(datum.mask.sum())
-        expert = [np.arange(n) % 2, np.zeros(n), np.ones(n), np.arange(n) > 0][i % 4]
-        data.append(datum.with_inputs(expert=expert.astype(float)))
-    assert check_equal(connect(service), data, "mix").kind == "composed"
-
-
-def test_mix_without_mu(service):
-    """The share of the expert has one default, in the policy's part and in the expert's."""
-    data = []
-    for i, datum in enumerate(episodes("mix")):
-        inputs = {k: datum.select(v) if v.ndim else v for k, v in datum.inputs.items() if k != "mu"}
-        data.append(rlkit.Datum(datum.tokens, datum.mask, {**inputs, "expert": float(i % 2)}))
-    assert check_equal(connect(service), data, "mix").kind == "composed"
