@@ -24,18 +24,9 @@ from rlkit.errors import DataError, UnsupportedError
 from rlkit.gateway._choices import read_choice
 from rlkit.gateway._limits import Limits, Usage
 from rlkit.gateway._logprobs import add_logprobs
-from rlkit.gateway._recording import (
-    Branch,
-    Credit,
-    Node,
-    Prompt,
-    Recording,
-    make_turns,
-    weigh_branches,
-    weigh_nodes,
-)
+from rlkit.gateway._recording import Branch, Credit, Node, Prompt, Recording, make_turns, weigh_nodes
 from rlkit.gateway._types import Choice, GatewayError, Reply, Request, Sampling
-from rlkit.trajectory import Trajectory
+from rlkit.trajectory import Trajectory, Turn
 from rlkit.types import SAMPLING_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -199,11 +190,10 @@ class Session(Resource):
         ...     len(session.trajectory(1.0).turns), len(session.trajectory(1.0, credit="last").turns)
         (2, 1)
         """
-        branches, weights = self._weigh(credit)
+        branches = self.branches
         messages = max(branches, key=lambda branch: branch.last.number).messages if branches else []
         nodes = [node for branch in branches for node in branch.fresh]
-        about = {**self._ends(), "messages": messages, **fields}
-        return Trajectory(make_turns(nodes, weights, reward), **about)  # type: ignore[arg-type]
+        return self._make(make_turns(nodes, weigh_nodes(branches, credit), reward), messages, fields)
 
     def trajectories(self, reward: float = 0.0, *, credit: Credit = "every", **fields: object) -> list[Trajectory]:
         """Return a trajectory for each branch that counts, each with the reward.
@@ -213,20 +203,14 @@ class Session(Resource):
         Args:
             reward, credit, fields: as for ``trajectory``.
         """
-        branches, weights = self._weigh(credit)
-        made = []
-        for branch in branches:
-            about = {**self._ends(), "messages": branch.messages, **fields}
-            if turns := make_turns(branch.fresh, weights, reward):
-                made.append(Trajectory(turns, **about))  # type: ignore[arg-type]
-        return made
-
-    def _weigh(self, credit: Credit) -> tuple[list[Branch], dict[int, float]]:
         branches = self.branches
-        return branches, weigh_nodes(branches, weigh_branches(branches, credit))
+        weights = weigh_nodes(branches, credit)
+        turns = [make_turns(branch.fresh, weights, reward) for branch in branches]
+        return [self._make(each, branch.messages, fields) for each, branch in zip(turns, branches, strict=True) if each]
 
-    def _ends(self) -> dict[str, object]:
-        return {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
+    def _make(self, turns: Sequence[Turn], messages: Sequence[Message], fields: Mapping[str, object]) -> Trajectory:
+        ends = {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
+        return Trajectory(turns, **{**ends, "messages": messages, **fields})  # type: ignore[arg-type]
 
     # Answering.
 
@@ -377,8 +361,8 @@ def sampling_params(chat: Chat, asked: Sampling, own: SamplingParams | None, roo
     """
     base = own or SamplingParams(max_tokens=2**31 - 1)
     most = min(room, base.max_tokens, room if asked.max_tokens is None else asked.max_tokens)
-    options = {} if own is not None else {name: getattr(asked, name) for name in SAMPLING_OPTIONS}
-    given = {name: value for name, value in options.items() if value is not None}
+    names = SAMPLING_OPTIONS if own is None else ()
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     return chat.params(attrs.evolve(base, max_tokens=most, stop=stop_list(asked, own), **given))
 
 
