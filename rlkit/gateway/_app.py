@@ -15,7 +15,6 @@ import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
@@ -277,16 +276,14 @@ def _describe_model(request: HttpRequest) -> Json:
 
 async def _refuse(request: HttpRequest, error: HTTPException) -> Response:
     """Return the response to an unknown path or method, and to a request that the guard refuses."""
-    what, code, headers = error.detail, None, dict(error.headers or {})
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        what, code = "this gateway has no such endpoint", "not_found"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+    what, headers, where = error.detail, dict(error.headers or {}), f"{request.method} {request.url.path[:200]}"
+    code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+    if code == "not_found":
+        what = f"{where}: this gateway has no such endpoint"
+    elif code == "method_not_allowed":
         headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))  # whose order is that of a set
-        what, code = f"this endpoint takes {headers['Allow']}", "method_not_allowed"
-    elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        code = "request_too_large"
-    where = f"{request.method} {request.url.path[:200]}: " if code in ("not_found", "method_not_allowed") else ""
-    return await _write_failure(request, GatewayError(error.status_code, where + what, code=code), headers)
+        what = f"{where}: this endpoint takes {headers['Allow']}"
+    return await _write_failure(request, GatewayError(error.status_code, what, code=code), headers)
 
 
 async def _write_failure(

@@ -77,9 +77,7 @@ class Session(Resource):
         seed: int = 0,
         record: bool = True,
     ) -> None:
-        self._gateway = gateway
-        self._sampler = sampler
-        self._given = ask
+        self._gateway, self._sampler, self._given = gateway, sampler, ask
         self.id = secrets.token_hex(12)
         self.api_key = f"rlkit-{secrets.token_hex(16)}"
         self._seed = _check.integer("session(seed)", seed, low=0)
@@ -270,16 +268,15 @@ class Session(Resource):
         prompt = await asyncio.to_thread(self._recording.prompt, chat, request)  # a template takes its time
         if prompt.rewritten:
             self._usage.count("rewritten")
-        created, model = int(time.time()), request.model or self.model
+        created = int(time.time())
         if request.sampling.max_tokens == 0:
             samples: Sequence[Sample] = [Sample(prompt.tokens, [], [], "length")] * request.n
         else:
             samples = await self._draw(request, prompt)
         choices = await asyncio.to_thread(self._record_choices, request, prompt, samples)
-        fails = request.fails_when_cut or bool(field)
-        self.cut = fails and any(choice.finish == "length" for choice in choices)
+        self.cut = (request.fails_when_cut or bool(field)) and any(choice.finish == "length" for choice in choices)
         reply_id = hashlib.blake2b(f"{self.id}/{prompt.place}".encode(), digest_size=12).hexdigest()
-        reply = Reply(reply_id, created, model, prompt.tokens, choices)
+        reply = Reply(reply_id, created, request.model or self.model, prompt.tokens, choices)
         return await add_logprobs(self._sampler, request, reply)
 
     async def _draw(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
