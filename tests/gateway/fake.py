@@ -50,6 +50,11 @@ class FakeService:
             raise GatewayError(401, "there is no such session", code="invalid_api_key")
         return self
 
+    def begin(self):
+        """Begin anew to count requests and calls, from which ids are made."""
+        self.requests.clear()
+        self.calls = 0
+
     def refuse(self):
         self.refused += 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import json
 import socket
 import threading
@@ -136,9 +136,9 @@ def test_refusals_are_written_in_the_form_of_the_api(http, client, service):
         assert error["message"].startswith("temperature: got 'hot' (str)")
         assert error.get("param", "temperature") == "temperature"
     service.raises = ERRORS[0][0]
-    with pytest.raises(openai.RateLimitError) as caught:
+    with pytest.raises(openai.RateLimitError, match="no more"):
         run(client.with_options(max_retries=5).chat.completions.create(**CHAT))
-    assert (caught.value.code, len(service.requests)) == ("limit_reached", 1)  # the SDK does not try again
+    assert len(service.requests) == 1  # the SDK does not try again
 
 
 @pytest.fixture
@@ -174,25 +174,17 @@ def test_a_stream_that_has_to_wait_is_kept_open_by_comments(http, service, soon)
 @for_each(
     ("problem", "said"), [(GatewayError(503, "gone"), "gone"), (RuntimeError("x"), "internal error: RuntimeError")]
 )
-def test_an_error_after_the_stream_has_begun_is_told_in_it(http, service, soon, problem, said, path):
+def test_an_error_after_the_stream_has_begun_is_told_in_it(http, ask, service, soon, problem, said, path):
     service.raises, service.hold = problem, threading.Event()
     soon(service.hold.set)
+    with pytest.raises(openai.APIError, match=said):
+        ask("chat", stream=True)
+    service.hold.clear()
     got = post(http, f"/v1/{path}", json={**CHAT, "input": "x", "max_tokens": 5, "stream": True})
     assert got.status_code == 200
     *_, name, last = ["", *got.text.strip().split("\n")]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == said
     assert name == ("" if path == "chat/completions" else "event: error")
-
-
-def test_openai_s_sdk_reads_an_error_in_a_stream(client, service, soon):
-    service.raises, service.hold = GatewayError(503, "the policy is gone"), threading.Event()
-    soon(service.hold.set)
-
-    async def read():
-        return [chunk async for chunk in await client.chat.completions.create(**CHAT, stream=True)]
-
-    with pytest.raises(openai.APIError, match="the policy is gone"):
-        run(read())
 
 
 def test_a_client_that_leaves_frees_its_row(http, service):
@@ -223,29 +215,19 @@ def test_a_client_that_leaves_frees_its_row(http, service):
 @pytest.mark.parametrize("stream", [False, True])
 def test_closing_ends_what_runs(service, stream, soon, caplog):
     """Clients are disconnected, whether their streams have begun or not; nothing is left, and no failure is logged."""
-    begun, failures = threading.Event(), []
+    begun, server = threading.Event(), Server(service)
     soon(begun.set)
     service.hold = threading.Event()
-    server = Server(service)
-    asked = openai.OpenAI(base_url=f"{server.url}/s/s1/v1", api_key="any", max_retries=0)
-
-    def ask():
-        try:
-            list(asked.chat.completions.create(**CHAT, stream=stream))
-        except (openai.APIConnectionError, httpx2.RemoteProtocolError, httpx2.ReadError) as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    with contextlib.closing(asked):
+    url = f"{server.url}/s/s1/v1/chat/completions"
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        asked = threads.submit(httpx2.post, url, json={**CHAT, "stream": stream}, timeout=60)
         assert service.running.acquire(timeout=30)
         assert not stream or begun.wait(60)
         since = time.monotonic()
         server.close()
         assert time.monotonic() - since < 1.5
         server.close()
-        thread.join(timeout=30)
-    assert len(failures) == 1
+        assert isinstance(asked.exception(30), (httpx2.RemoteProtocolError, httpx2.ReadError))
     assert service.cancelled.acquire(timeout=30)
     assert "Traceback" not in caplog.text
     with pytest.raises(httpx2.ConnectError):

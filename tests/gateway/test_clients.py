@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 
 import anthropic
 import httpx
@@ -52,17 +50,6 @@ def test_chat_over_a_socket(gateway, stream):
         messages += [{"role": "assistant", "content": "".join(said)}, {"role": "user", "content": "More"}]
     assert len(session.branches) == 1
     assert session.metrics["turns"] == 3
-
-
-def test_a_key_names_the_session_at_the_root(gateway):
-    session = gateway.session()
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=session.api_key) as client:
-        assert client.chat.completions.create(model="m", messages=HI).usage.completion_tokens > 0
-        assert len(session.turns) == 1
-        session.close()
-        for known in (client, client.with_options(api_key="rlkit-unknown")):
-            with pytest.raises(openai.AuthenticationError):
-                known.chat.completions.create(model="m", messages=HI)
 
 
 def test_prompts_are_scored_as_the_sampler_scores_them(sampler):
@@ -161,45 +148,6 @@ def test_control_tokens_are_shown_on_request(stop):
             assert choice["token_ids"] == [97, 256, 98, 99, 257]
 
 
-@for_each("stream", [False, True])
-def test_a_client_that_gives_up_leaves_nothing_behind(gateway, stream):
-    begun = threading.Event()
-
-    async def never(prompt, params, n, seed):
-        begun.set()
-        await asyncio.sleep(3600)
-
-    session = gateway.session(ask=never)
-    client = openai.OpenAI(base_url=session.base_url, api_key="any", max_retries=0, timeout=0.5)
-    with pytest.raises(openai.APITimeoutError):
-        list(client.chat.completions.create(model="m", messages=HI, stream=stream))
-    assert begun.wait(30)
-    for _ in range(1000):
-        if session.metrics["cancelled"]:
-            break
-        time.sleep(0.01)
-    assert session.metrics["cancelled"] == 1
-    assert not session.turns
-
-
-@for_each("stream", [False, True])
-def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(stream):
-    """JSON can name it, and UTF-8 cannot have it."""
-    says = ['<tool_call>{"name": "f", "arguments": {"x": "\\ud800é"}}</tool_call>'] * 2
-    function, body = {"name": "f", "parameters": {"type": "object"}}, {"model": "m", "messages": HI}
-    with Gateway(Scripted(rlkit.connect("toy").tokenizer, says)) as gateway:
-        session = gateway.session()
-        with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
-            options = {**body, "tools": [{"type": "function", "function": function}]}
-            answer = client.chat.completions.create(**options, stream=stream)
-            choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
-        (call,) = (c for choice in choices for c in (choice.delta if stream else choice.message).tool_calls or ())
-        assert call.function.arguments == '{"x": "\\ud800\\u00e9"}'
-        with anthropic.Anthropic(base_url=session.root_url, api_key="any") as claude:
-            tools = [{"name": "f", "input_schema": {"type": "object"}}]
-            assert claude.messages.create(**body, max_tokens=99, tools=tools).content[0].input == {"x": "\ud800é"}
-
-
 def test_anthropic_s_sdk_without_a_socket(gateway):
     session = gateway.session()
     options = {"api_key": session.api_key, "base_url": "http://127.0.0.1", "http_client": session.client("httpx2")}
@@ -212,13 +160,3 @@ def test_anthropic_s_sdk_without_a_socket(gateway):
     assert len(session.turns) == 1
     with pytest.raises(rlkit.ConfigError, match="package"):
         session.client("requests")
-
-
-def test_requests_that_are_not_valid_are_counted(gateway):
-    session = gateway.session()
-    wrong = ({"response_format": {"type": "grammar"}}, {"n": 0}, {"temperature": -1}, {"messages": 5})
-    with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
-        for fields in wrong:
-            with pytest.raises(openai.BadRequestError):
-                client.chat.completions.create(**{"model": "m", "messages": HI, **fields})
-    assert (session.metrics["requests"], session.metrics["refused"], session.metrics["turns"]) == (4, 4, 0)

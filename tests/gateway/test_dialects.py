@@ -35,11 +35,16 @@ SAYS = {
     "calls": Says("Let me see.", reasoning="Hm.", calls=[("add", {"x": [1, "é"]}), ("add", {})]),
     "call": Says(calls=[("add", {"x": 1})]),
 }
+USAGE = {"stream_options": {"include_usage": True}}
+TOKENS = {"return_token_ids": True, "stop": ["x", "two"]}
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 SHAPES = [
     ("chat/completions", {"logprobs": True, "top_logprobs": 2, "n": 2}, ChatCompletion, ChatCompletionChunk),
-    ("chat/completions", {"tools": [TOOLS["chat"]]}, ChatCompletion, ChatCompletionChunk),
-    ("completions", {"prompt": ["a", "b"], "logprobs": 2}, Completion, Completion),
+    ("chat/completions", {"tools": [TOOLS["chat"]], **TOKENS}, ChatCompletion, ChatCompletionChunk),
+    ("completions", {"prompt": ["Ö", "b"], "logprobs": 2, **TOKENS}, Completion, Completion),
+    ("completions", {"prompt": "Ö", "logprobs": 0, "echo": True}, None, None),  # the SDK knows no null there
     ("responses", {"input": "Hi", "tools": [TOOLS["items"]]}, Response, ResponseStreamEvent),
+    ("responses", {"input": "Hi", **LOGPROBS}, None, None),  # nor the bytes of tokens
     ("messages", {"max_tokens": 9, "tools": [TOOLS["claude"]]}, Message, RawMessageStreamEvent),
 ]
 read_as = functools.cache(TypeAdapter)
@@ -47,117 +52,115 @@ read_as = functools.cache(TypeAdapter)
 
 def check(model, value):
     """Validate, and see that no field of the API was written that it does not have."""
+    if model is None:
+        return
     if model is Completion:  # its model knows no null in a stream, which the API sends
-        for choice in value["choices"]:
-            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in value["choices"]]
+        value = {**value, "choices": choices}
     read = read_as(model).validate_python(value)
     assert json.loads(read.model_dump_json(exclude_unset=True)) == value
+
+
+def join_chat(events):
+    """The whole answer in the chunks of chat completions."""
+    *chunks, last = events
+    whole = {**last, "object": "chat.completion", "choices": []}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for (choice,) in (chunk["choices"] for chunk in chunks):
+        if "role" in choice["delta"]:
+            whole["choices"].append(
+                {"logprobs": None, "message": {"refusal": None, "annotations": [], "content": None}}
+            )
+        joined = whole["choices"][choice["index"]]
+        logprobs = choice.pop("logprobs", None)
+        joined["logprobs"] = logprobs or joined["logprobs"]
+        for name, value in choice.pop("delta").items():
+            calls = [{k: v for k, v in call.items() if k != "index"} for call in value] if name == "tool_calls" else 0
+            known = joined["message"].get(name)
+            joined["message"][name] = (known or []) + calls if calls else (known or "") + value
+        joined.update(choice)
+    for message in (choice["message"] for choice in whole["choices"]):
+        message["content"] = message["content"] or (None if "tool_calls" in message else "")
+    return whole | {name: value for chunk in chunks for name, value in chunk.items() if name == "prompt_token_ids"}
+
+
+def join_text(events):
+    """The whole answer in the chunks of completions, of which each choice has one, and its end."""
+    choices = [event["choices"][0] for event in events[:-1]]
+    ends = [{"finish_reason": end["finish_reason"], "stop_reason": end["stop_reason"]} for end in choices[1::2]]
+    assert all(choice["text"] == "" and choice["logprobs"] is None for choice in choices[1::2])
+    return {**events[-1], "choices": [each | end for each, end in zip(choices[::2], ends, strict=True)]}
+
+
+def join_items(events):
+    """The response at the end, whose items are those that came before."""
+    assert [event.pop("sequence_number") for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    whole = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+    for i, item in enumerate(whole["output"]):
+        deltas = [each["delta"] for each in events if each.get("output_index") == i and each["type"].endswith(".delta")]
+        assert deltas == [item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]]
+    return whole
+
+
+def join_claude(events):
+    """The message that the deltas make."""
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    whole = {**events[0]["message"], **events[-2]["delta"], "usage": events[-2]["usage"]}
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(whole["content"])
+            whole["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            (_, name), (_, text) = ((k, v) for k, v in event["delta"].items())
+            block = whole["content"][event["index"]]
+            name = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}.get(name)
+            block.update({name: block[name] + text} if name else {"input": json.loads(text)})
+    return whole
+
+
+JOIN = {"chat/completions": join_chat, "completions": join_text, "responses": join_items, "messages": join_claude}
 
 
 @for_each("said", SAYS)
 @for_each(("path", "body", "whole", "event"), SHAPES)
 def test_shapes(http, service, path, body, whole, event, said):
-    service.says = [SAYS[said]]
-    body = {"model": "m", "messages": HI, **body}
-    check(whole, asyncio.run(http.post(f"/v1/{path}", json=body)).json())
-    text = asyncio.run(http.post(f"/v1/{path}", json={**body, "stream": True})).text
+    """And a stream has what the whole answer has."""
+    service.says, body = [SAYS[said]], {"model": "m", "messages": HI, **body}
+    service.begin()
+    answer = asyncio.run(http.post(f"/v1/{path}", json=body)).json()
+    service.begin()
+    text = asyncio.run(http.post(f"/v1/{path}", json={**body, "stream": True, **USAGE})).text
     blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.strip().split("\n\n")]
     events = [(block.get("event"), json.loads(block["data"])) for block in blocks if block["data"] != "[DONE]"]
-    assert events
     for name, data in events:
         assert name is None or name == data["type"]
         if data.get("type") != "ping":  # which the SDK's models leave out
             check(event, data)
+    check(whole, answer)
+    assert JOIN[path]([data for _, data in events]) == answer
 
 
-def twice(service, first, second):
-    """What two calls give to which the service says the same, under the same ids."""
-    given = []
-    for call in (first, second):
-        service.requests.clear()
-        service.calls = 0
-        given.append(call())
-    return given
-
-
-@for_each("said", SAYS)
-def test_a_stream_of_chat_says_the_same(ask, service, said):
-    service.says, more = [SAYS[said]], {"tools": [TOOLS["chat"]], "stop": ["x", "two"], "logprobs": True}
-    more |= {"top_logprobs": 1, "extra_body": {"return_token_ids": True}}
-    usage = {"stream_options": {"include_usage": True}}
-    whole, chunks = twice(service, lambda: ask("chat", **more), lambda: ask("chat", stream=True, **more, **usage))
-    choices, (expected,) = [choice for chunk in chunks for choice in chunk.choices], whole.choices
-    for name in ("content", "reasoning_content"):
-        joined = "".join(getattr(choice.delta, name, None) or "" for choice in choices)
-        assert joined == (getattr(expected.message, name, None) or "")
-    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
-    expected_calls = [call.model_dump() for call in expected.message.tool_calls or ()]
-    assert [call.model_dump() for call in calls] == [{"index": i, **call} for i, call in enumerate(expected_calls)]
-    assert [x for each in choices if each.logprobs for x in each.logprobs.content] == expected.logprobs.content
-    assert [x for each in choices for x in getattr(each, "token_ids", None) or ()] == expected.token_ids
-    assert (expected.token_ids[-1] == 257) == (said not in ("cut", "stop"))
-    prompt = asyncio.run(service.render(service.requests[0])).tolist()
-    assert chunks[0].prompt_token_ids == whole.prompt_token_ids == prompt
-    assert choices[0].delta.role == "assistant"
-    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [expected.finish_reason]
-    assert choices[-1].stop_reason == expected.stop_reason == ("two" if said == "stop" else None)
-    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
-    assert {(chunk.id, chunk.usage) for chunk in chunks[:-1]} == {(whole.id, None)}
-
-
-@for_each("said", SAYS)
-def test_a_stream_of_responses_says_the_same(ask, service, said):
-    service.says, more = [SAYS[said]], {"tools": [TOOLS["items"]], "include": ["message.output_text.logprobs"]}
-    more |= {"top_logprobs": 1}
-    whole, events = twice(service, lambda: ask("items", **more), lambda: ask("items", stream=True, **more))
-    entries = [entry for item in whole.output if item.type == "message" for entry in item.content[0].logprobs]
-    assert len(entries) == (whole.usage.output_tokens if said != "call" else 0)
-    assert all(entry.top_logprobs for entry in entries)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert events[-1].type == ("response.incomplete" if said == "cut" else "response.completed")
-    assert events[-1].response == whole
-    assert [event.item for event in events if event.type == "response.output_item.done"] == whole.output
-    for i, item in enumerate(whole.output):
-        own = [event for event in events if getattr(event, "output_index", None) == i]
-        joined = "".join(event.delta for event in own if event.type.endswith(".delta"))
-        assert joined == (item.arguments if item.type == "function_call" else item.content[0].text)
-
-
-@for_each("said", SAYS)
-def test_a_stream_of_messages_says_the_same(claude, ask, service, said):
-    service.says, more = [SAYS[said]], {"tools": [TOOLS["claude"]], "stop_sequences": ["x", "two"]}
-    names = []
-
-    async def final():
-        async with claude.messages.stream(model="m", max_tokens=64, messages=HI, **more) as stream:
-            names.extend([event.type async for event in stream])
-            return await stream.get_final_message()
-
-    whole, got = twice(service, lambda: ask("claude", **more), lambda: asyncio.run(final()))
-    added = {"content": {"__all__": {"parsed_output"}}}
-    assert got.model_dump(exclude=added) == whole.model_dump()
-    assert (names[0], names[-1]) == ("message_start", "message_stop")
-    assert names.count("content_block_start") == names.count("content_block_stop") == len(whole.content)
-
-
-def test_what_openai_s_sdk_accumulates(client, service):
+def test_what_the_sdks_accumulate(client, claude, service):
     service.says = [SAYS["calls"]]
 
-    async def final(manager):
+    async def final(manager, name):
         async with manager as stream:
-            async for _ in stream:
-                pass
-            return await (stream.get_final_completion if manager is chat else stream.get_final_response)()
+            return await getattr(stream, name)()
 
     chat = client.chat.completions.stream(model="m", messages=HI, tools=[TOOLS["chat"]])
-    (message,) = (choice.message for choice in asyncio.run(final(chat)).choices)
-    assert message.content == "Let me see."
-    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"x": [1, "é"]}, {}]
-    got = asyncio.run(final(client.responses.stream(model="m", input="Hi", tools=[TOOLS["items"]])))
+    (choice,) = asyncio.run(final(chat, "get_final_completion")).choices
+    arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls]
+    assert (choice.message.content, arguments) == ("Let me see.", [{"x": [1, "é"]}, {}])
+    items = client.responses.stream(model="m", input="Hi", tools=[TOOLS["items"]])
+    got = asyncio.run(final(items, "get_final_response"))
     assert [item.type for item in got.output] == ["reasoning", "message", "function_call", "function_call"]
-    assert (got.output[0].content[0].text, got.output_text) == ("Hm.", "Let me see.")
-    assert json.loads(got.output[2].arguments) == {"x": [1, "é"]}
+    assert (got.output_text, json.loads(got.output[2].arguments)) == ("Let me see.", {"x": [1, "é"]})
+    messages = claude.messages.stream(model="m", max_tokens=9, messages=HI, tools=[TOOLS["claude"]])
+    thought, *_, call = asyncio.run(final(messages, "get_final_message")).content
+    assert (thought.thinking, call.input) == ("Hm.", {})
 
 
 def test_answers_of_chat(ask, service):
@@ -212,18 +215,6 @@ def test_answers_of_completions(ask, service):
         assert {chunk.choices[0].index for chunk in chunks} == set(range(2 * len(expected)))
 
 
-@for_each("echo", [False, True])
-def test_a_stream_of_completions_says_the_same(ask, echo):
-    more = {"prompt": "Önce", "logprobs": 2, "echo": echo, "extra_body": {"return_token_ids": True}}
-    (whole,) = ask("text", **more).choices
-    chunks = ask("text", **more, stream=True, stream_options={"include_usage": True})
-    text, end = (choice for chunk in chunks for choice in chunk.choices)
-    assert (text.text, text.logprobs, end.text) == (whole.text, whole.logprobs, "")
-    assert text.prompt_token_ids == whole.prompt_token_ids == list("Önce".encode())
-    assert text.token_ids == whole.token_ids == [*"Hello there, Wörld!".encode(), 257]
-    assert (text.finish_reason, end.finish_reason, chunks[-1].usage.completion_tokens) == (None, "stop", 21)
-
-
 def test_a_scored_prompt(ask, service):
     """As lm-eval asks: the prompt's logprobs, with or without one token after it; and as vLLM has them."""
     service.says = [Says("x", length=True)]
@@ -250,7 +241,9 @@ def test_a_scored_prompt(ask, service):
 
 def test_answers_of_responses(ask, service):
     given = {"instructions": "Be brief.", "max_output_tokens": 50, "temperature": 0.5, "metadata": {"a": "b"}}
-    got = ask("items", **given)
+    got = ask("items", **given, **LOGPROBS)
+    entries = got.output[0].content[0].logprobs
+    assert [(bool(entry.top_logprobs), entry.logprob) for entry in entries] == [(True, -0.125)] * 21
     assert (got.id, got.object) == ("resp_000000000000000000000001", "response")
     assert (got.status, got.model, got.output_text) == ("completed", "m", "Hello there, Wörld!")
     assert {name: getattr(got, name) for name in given} == given
@@ -315,11 +308,18 @@ def test_answers_of_messages(ask, http, service):
         *("content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"),
     ]
     assert (data[0]["message"]["content"], data[0]["message"]["stop_reason"]) == ([], None)
-    assert data[2] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    assert data[3] == {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}
-    assert data[5]["content_block"] == {"type": "tool_use", "id": "call00000", "name": "add", "input": {}}
     assert data[6]["delta"] == {"type": "input_json_delta", "partial_json": '{"x": 1}'}
     assert data[8]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(ask, service):
+    """JSON can name it, and UTF-8 cannot have it."""
+    service.says = [Says(calls=[("add", {"x": "\ud800é"})])]
+    (choice,) = ask("chat", tools=[TOOLS["chat"]]).choices
+    _, delta, _ = (chunk.choices[0].delta for chunk in ask("chat", tools=[TOOLS["chat"]], stream=True))
+    for call in (*choice.message.tool_calls, *delta.tool_calls):
+        assert call.function.arguments == '{"x": "\\ud800\\u00e9"}'
+    assert ask("claude", tools=[TOOLS["claude"]]).content[0].input == {"x": "\ud800é"}
 
 
 def test_the_tool_runner_sends_all_messages_where_threads_are_not_kept(service):

@@ -148,16 +148,15 @@ def test_a_step_is_served_to_other_machines_with_a_key(folder, capsys, monkeypat
 
 
 def test_errors_are_one_line(capsys):
-    for words, message in (
-        (["--openai", "--model", "nothing"], "model: no directory 'nothing'"),
-        (["--openai", "--backend", "toy", "--folder", "x"], "--folder: is given; expected it without --openai"),
-        (["--openai", "--backend", "toy", "--tokenizer", "x"], "--tokenizer: is given; expected it without --openai"),
-        (["--backend", "toy", "--step", "3"], "--step: is given; expected it with --openai"),
-        (["--openai", "--backend", "toy", "--option", "x=1"], "x"),
-        (["--openai", "--backend", "toy", "--port", "70000"], "Gateway(port)"),
-    ):
-        assert cli.main(["serve", *words]) == 2, words
+    toy, without = "--openai --backend toy", "is given; expected it without --openai"
+    for words, message in {
+        "--openai --model nothing": "model: no directory 'nothing'",
+        f"{toy} --folder x": f"--folder: {without}",
+        f"{toy} --tokenizer x": f"--tokenizer: {without}",
+        "--backend toy --step 3": "--step: is given; expected it with --openai",
+        f"{toy} --option x=1": "x",
+        f"{toy} --port 70000": "Gateway(port)",
+    }.items():
+        assert cli.main(["serve", *words.split()]) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("rlkit serve: "), words
-        assert message in error, words
-        assert error.count("\n") == 1, words
+        assert (error.startswith("rlkit serve: "), message in error, error.count("\n")) == (True, True, 1), words

@@ -22,6 +22,7 @@ from rlkit.chat import Chat
 from rlkit.gateway import Gateway, GatewayError, Limits, Request, Sampling
 from rlkit.gateway import _recording as recording
 from rlkit.gateway import _session as session_module
+from rlkit.gateway._limits import Usage
 from rlkit.trajectory import datums
 from tests.each import for_each
 from tests.gateway.parts import Scripted, ask, said, user
@@ -66,17 +67,15 @@ def test_a_conversation_that_goes_on_is_one_datum_of_the_tokens_that_were_sample
         assert choice.reasoning == ("hm" if more == "2 + 2?" else None)
     first, second, third = session.turns
     assert [node.parent for node in session.turns] == [None, first, second]
-    assert len(session.branches) == 1
     for before, after in ((first, second), (second, third)):
         assert np.array_equal(after.sample.prompt[: before.tokens.size], before.tokens)
     trajectory = session.trajectory(1.0)
-    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
+    assert [(turn.reward, turn.version) for turn in trajectory.turns] == [(0.0, 3), (0.0, 3), (1.0, 3)]
     (datum,) = datums(trajectory, 1.0)
     assert int(datum.mask.sum()) == sum(node.sample.tokens.size for node in session.turns)
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant"] * 3
-    requests = session._sampler.requests
-    assert [request[0].tolist() for request in requests] == [n.sample.prompt.tolist() for n in session.turns]
-    assert {turn.version for turn in trajectory.turns} == {3}
+    asked = [request[0].tolist() for request in session._sampler.requests]
+    assert asked == [node.sample.prompt.tolist() for node in session.turns]
 
 
 def test_calls_are_read_and_their_conversation_goes_on(open_session):
@@ -97,17 +96,16 @@ def test_calls_are_read_and_their_conversation_goes_on(open_session):
 
 
 def test_a_call_that_is_required_begins_in_the_prompt(open_session):
-    for tool_choice, rest in (
-        ("required", '{"name": "add", "arguments": {"x": 1}}\n</tool_call>'),
-        ("add", '{"x": 1}}\n</tool_call>'),
-    ):
+    begun = {"required": "<tool_call>\n", "add": '<tool_call>\n{"name": "add", "arguments": '}
+    for tool_choice, beginning in begun.items():
+        rest = CALL.removeprefix(beginning)
         session = open_session([rest, "Two.", "No call"])
         messages = [user("1 + 1?")]
         found = ask(session, messages, tools=[ADD], tool_choice=tool_choice).choices[0]
         assert (found.finish, [dict(call.arguments) for call in found.calls]) == ("tool_calls", [{"x": 1}])
         turn = session.turns[0].sample
         assert TOKENIZER.decode(turn.tokens) == rest
-        assert TOKENIZER.decode(turn.prompt).endswith("<tool_call>\n" if tool_choice == "required" else '"arguments": ')
+        assert TOKENIZER.decode(turn.prompt).endswith(beginning)
         messages += [said(found), {"role": "tool", "tool_call_id": found.calls[0].id, "content": "2"}]
         ask(session, messages, tools=[ADD])
         assert len(session.branches) == 1
@@ -121,11 +119,9 @@ def test_a_wish_for_json_is_left_to_the_policy_and_counted(open_session, caplog)
     session_module._warn_that_formats_are_free.cache_clear()
     session = open_session(['{"a": 1}', "Sure:", "[1", CALL, "[" * 100_000, "x"])
     asks = Sampling(json_field="response_format")
-    for i, (tools, count) in enumerate([((), 0), ((), 1), ((), 2), ((ADD,), 2), ((), 3)]):
-        ask(session, [user(str(i))], tools=list(tools), sampling=asks)
-        assert session.metrics["unforced"] == count, i
-    ask(session, [user("free")])
-    assert session.metrics["unforced"] == 3
+    for tools, sampling, count in [((), asks, i) for i in range(3)] + [((ADD,), asks, 2), ((), asks, 3), ((), None, 3)]:
+        ask(session, [user("a")], tools=tools, sampling=sampling or Sampling())
+        assert session.metrics["unforced"] == count
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "response_format" in caplog.text
 
@@ -143,29 +139,26 @@ def test_several_completions_are_branches_of_their_own(open_session):
 
 
 def test_another_history_starts_a_branch_and_every_token_is_trained_once(open_session):
-    for change in ("rewritten", "compacted", "tools", "system", "name"):
-        session = open_session(["One.", "Two.", "Three."])
-        messages, fields = [user("Count")], {}
-        messages += [said(ask(session, messages).choices[0]), user("Go on")]
-        messages += [said(ask(session, messages).choices[0]), user("And?")]
-        if change == "rewritten":
-            messages[1] = {"role": "assistant", "content": "Uno."}
-        elif change == "compacted":
-            messages = [user("So far: one, two. And?")]
-        elif change == "system":
-            messages = [{"role": "system", "content": "Be brief."}, *messages]
-        elif change == "name":  # the template does not show it: the tokens continue the turn, and so does the branch
-            messages[0] = {**user("Count"), "name": "Ada"}
-        else:
-            fields = {"tools": [ADD]}
-        ask(session, messages, **fields)
-        sizes = [3] if change == "name" else [2, 1]
-        assert [len(branch.nodes) for branch in session.branches] == sizes, change
-        made = datums(session.trajectory(1.0), 1.0, split="allow")
+    """A name, which the template does not show, does not: the tokens continue the turn, and so does the branch."""
+    first, again = [user("Count")], [{**user("Count"), "name": "Ada"}]
+    brief, uno = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Uno."}
+    for change, sizes, rewritten in (
+        (lambda said: ([*first, uno, *said[2:]], {}), [2, 1], 1),
+        (lambda said: ([user("So far: one, two. And?")], {}), [2, 1], 0),
+        (lambda said: ([brief, *said], {}), [2, 1], 1),
+        (lambda said: (said, {"tools": [ADD]}), [2, 1], 1),
+        (lambda said: ([*again, *said[1:]], {}), [3], 0),
+    ):
+        session, messages = open_session(["One.", "Two.", "Three."]), [*first]
+        for more in ("Go on", "And?"):
+            messages += [said(ask(session, messages).choices[0]), user(more)]
+        changed, fields = change(messages)
+        ask(session, changed, **fields)
+        assert [len(branch.nodes) for branch in session.branches] == sizes
         drawn = [sum(node.sample.tokens.size for node in branch.nodes) for branch in session.branches]
+        made = datums(session.trajectory(1.0), 1.0, split="allow")
         assert [int(datum.mask.sum()) for datum in made] == drawn
-        assert session.metrics["branches"] == len(sizes)
-        assert session.metrics["rewritten"] == int(len(sizes) == 2 and change != "compacted"), change
+        assert (session.metrics["branches"], session.metrics["rewritten"]) == (len(sizes), rewritten)
 
 
 def test_branches_share_what_came_before_they_part(open_session):
@@ -175,15 +168,17 @@ def test_branches_share_what_came_before_they_part(open_session):
     ask(session, [*start, user("left")])
     ask(session, [*start, user("right")])
     root, left, right = session.turns
-    assert [branch.nodes for branch in session.branches] == [[root, left], [root, right]]
-    assert [branch.fresh for branch in session.branches] == [[root, left], [right]]
+    assert [(branch.nodes, branch.fresh) for branch in session.branches] == [
+        ([root, left], [root, left]),
+        ([root, right], [right]),
+    ]
     whole, rest = datums(session.trajectory(1.0), 1.0, split="allow")
-    assert int(whole.mask.sum()) == root.sample.tokens.size + left.sample.tokens.size
-    assert int(rest.mask.sum()) == right.sample.tokens.size
+    sizes = [node.sample.tokens.size for node in session.turns]
+    assert [int(whole.mask.sum()), int(rest.mask.sum())] == [sizes[0] + sizes[1], sizes[2]]
     assert np.array_equal(rest.tokens[: root.tokens.size], root.tokens)
     assert [(len(t.turns), t.reward) for t in session.trajectories(1.0)] == [(2, 1.0), (1, 1.0)]
     last = session.trajectory(1.0, credit="last")
-    assert [turn.tokens.size for turn in last.turns] == [root.sample.tokens.size, right.sample.tokens.size]
+    assert [turn.tokens.size for turn in last.turns] == sizes[::2]
     assert len(datums(last, 1.0)) == 1
     weighted = session.trajectory(1.0, credit=lambda branches: [0.25, 0.5])
     assert [turn.weight for turn in weighted.turns] == [0.5, 0.25, 0.5]
@@ -251,24 +246,22 @@ def test_seeds_do_not_depend_on_what_arrives_first(open_session):
     assert len({*seeds}) == 4
 
 
-@for_each(
-    ("limits", "turns", "ended"),
-    [
-        (Limits(turns=2), 2, "max_turns"),
-        (Limits(tokens=4), 1, "max_total_tokens"),
-        (Limits(seconds=1e-9), 0, "deadline"),
-    ],
-)
-def test_limits(open_session, limits, turns, ended):
-    session = open_session(lambda _: "abc", limits=limits)
-    for _ in range(turns):
-        ask(session, [user("a")])
-    assert session.ended == ""
-    error = refused(ask, session, [user("b")])
-    assert (error.status, error.code, error.retry_after) == (429, "limit_reached", None)
-    trajectory = session.trajectory()
-    assert (session.ended, trajectory.ended, trajectory.truncated) == (ended, ended, True)
-    assert session.metrics["refused"] == 1
+def test_limits(open_session):
+    for turns, ended, limits in (
+        (2, "max_turns", Limits(turns=2)),
+        (1, "max_total_tokens", Limits(tokens=4)),
+        (0, "deadline", Limits(seconds=1e-9)),
+    ):
+        session = open_session(lambda _: "abc", limits=limits)
+        for _ in range(turns):
+            ask(session, [user("a")])
+        assert session.ended == ""
+        error = refused(ask, session, [user("b")])
+        assert (error.status, error.code, error.retry_after) == (429, "limit_reached", None)
+        trajectory = session.trajectory()
+        assert (session.ended, trajectory.ended, trajectory.truncated) == (ended, ended, True)
+        session.refuse()  # what is not valid is counted, too
+        assert (session.metrics["refused"], session.metrics["requests"]) == (2, turns + 2)
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on(open_session):
@@ -289,7 +282,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on(open_ses
 def test_closing_waits_for_no_template(monkeypatch):
     """Renderings that their clients gave up end by themselves, and those that wait for a thread are never begun."""
     monkeypatch.setattr(_threads, "_IDLE", 0.1)
-    go_on, began = threading.Event(), []
+    go_on, began, most = threading.Event(), [], min(32, (os.cpu_count() or 1) + 4)
 
     class Slow(type(TOKENIZER)):
         def encode(self, text, *, special=False):
@@ -299,54 +292,39 @@ def test_closing_waits_for_no_template(monkeypatch):
             return super().encode(text, special=special)
 
     gateway = Gateway(Scripted(Slow(), lambda _: "x"), open=True)
-    host, port = gateway.url.removeprefix("http://").split(":")
-    body = json.dumps({"messages": [user("slowly")]}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    most = min(32, (os.cpu_count() or 1) + 4)
-    try:
-        with contextlib.ExitStack() as clients:
-            for _ in range(most + 4):
-                clients.enter_context(socket.create_connection((host, int(port)))).sendall(head + body)
-            until = time.monotonic() + LONG
-            while len(began) < most and time.monotonic() < until:
-                time.sleep(0.01)
-        closing = threading.Thread(target=gateway.close)
+    address = ("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    body = json.dumps({"messages": [user("slowly")]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    closing = threading.Thread(target=gateway.close)
+    with contextlib.ExitStack() as clients:
+        clients.callback(go_on.set)
+        for _ in range(most + 4):
+            clients.enter_context(socket.create_connection(address)).sendall((head + body).encode())
+        until = time.monotonic() + LONG
+        while len(began) < most and time.monotonic() < until:
+            time.sleep(0.01)
         closing.start()
         closing.join(LONG)
         assert not closing.is_alive()
-    finally:
-        go_on.set()
     for thread in threading.enumerate():
         if thread.name.startswith("rlkit-gateway-work"):
             thread.join(LONG)
     assert len(began) == most
 
 
-def test_at_once(open_session):
-    release = asyncio.Event()
-
-    async def slow(prompt, params, n, seed):
-        await release.wait()
-        return Scripted(TOKENIZER, ["a"]).sample(prompt, params, n=n, seed=seed).result()
-
-    async def main():
-        first = asyncio.create_task(session.answer(Request(messages=[user("a")])))
-        await asyncio.sleep(0)
-        with pytest.raises(GatewayError) as caught:
-            await session.answer(Request(messages=[user("b")]))
-        release.set()
-        await first
-        await session.answer(Request(messages=[user("c")]))
-        return caught.value
-
-    session = open_session([], limits=Limits(at_once=1), ask=slow)
-    error = asyncio.run(main())
-    assert (error.status, error.retry_after, session.ended) == (429, 1.0, "")
+def test_at_once():
+    usage = Usage(Limits(at_once=1))
+    with usage.request(1):
+        error = refused(usage.request(1).__enter__)
+        assert (error.status, error.retry_after, usage.ended) == (429, 1.0, "")
+    with usage.request(1):
+        assert usage.counts["requests"] == 3
 
 
 @for_each(("n", "at_once"), [(8, 1), (1, 8), (3, 3)])
 def test_the_limit_of_tokens_holds_for_completions_that_are_drawn_at_the_same_time(open_session, n, at_once):
-    drawing, errors = [], set()
+    """One that waits for tokens may leave."""
+    drawing, sampling = [], Sampling(max_tokens=6)
 
     async def slow(prompt, params, n, seed):
         drawing.append(n * params.max_tokens)
@@ -355,27 +333,21 @@ def test_the_limit_of_tokens_holds_for_completions_that_are_drawn_at_the_same_ti
         drawing.remove(n * params.max_tokens)
         return Scripted(TOKENIZER, lambda _: "x" * 50).sample(prompt, params, n=n, seed=seed).result()
 
-    async def one(i):
-        try:
-            await session.answer(Request(messages=[user(f"{i}")], n=n, sampling=Sampling(max_tokens=6)))
-        except GatewayError as error:
-            errors.add((error.status, error.code))
-
     async def main():
-        tasks = [asyncio.create_task(one(i)) for i in range(at_once)]
+        asked = [Request(messages=[user(f"{i}")], n=n, sampling=sampling) for i in range(at_once + 1)]
+        tasks = [asyncio.create_task(session.answer(request)) for request in asked[1:]]
         await asyncio.sleep(0.01)
         if at_once == 8:
-            tasks[7].cancel()  # one that waits for tokens may leave
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await one(at_once)
+            tasks[7].cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        ended += await asyncio.gather(session.answer(asked[0]), return_exceptions=True)
+        return {(error.status, error.code) for error in ended if isinstance(error, GatewayError)}
 
     session = open_session([], limits=Limits(tokens=30), ask=slow)
-    asyncio.run(asyncio.wait_for(main(), LONG))
-    assert session.metrics["cancelled"] == int(at_once == 8)
+    assert asyncio.run(asyncio.wait_for(main(), LONG)) == {(429, "limit_reached")}
     assert 24 <= session.metrics["tokens"] <= 30
-    assert errors == {(429, "limit_reached")}
-    assert session.ended == "max_total_tokens"
-    assert session.trajectory().truncated
+    assert session.metrics["cancelled"] == int(at_once == 8)
+    assert (session.ended, session.trajectory().truncated) == ("max_total_tokens", True)
 
 
 def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(open_session):
@@ -389,16 +361,12 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(open_session):
 
 
 def test_a_client_that_goes_away_leaves_nothing(open_session):
-    asked, dropped, inner = threading.Event(), threading.Event(), concurrent.futures.Future()
-
-    def given_up():
-        dropped.set()
-        return True
+    asked, dropped = threading.Event(), threading.Event()
 
     class Waits(Scripted):
         def sample(self, prompt, params, *, n=1, seed=None):
             asked.set()
-            return Future.wrap(inner, on_cancel=given_up)
+            return Future.wrap(concurrent.futures.Future(), on_cancel=lambda: dropped.set() or True)
 
     async def main():
         task = asyncio.create_task(session.answer(Request(messages=[user("a")])))
@@ -464,22 +432,22 @@ def test_repeats_are_counted_of_the_prompts_asked_for_last(monkeypatch):
 
 def test_alternatives(open_session):
     """Those of prompt and completion are the sampler's own, whether they are of one pass or of two."""
+
+    def rows(pairs):
+        return [dict(zip(ids.tolist(), logprobs.tolist(), strict=True)) for ids, logprobs in zip(*pairs, strict=True)]
+
     with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
         for of_prompt in (None, 0, 2, 3):
             more = {"n": 2, "top_logprobs": 2, "prompt_logprobs": of_prompt}
             reply = answer(open_session(sampler), text="abc", sampling=Sampling(max_tokens=3), **more)
             for choice in reply.choices:
                 tokens = np.concatenate([reply.prompt, choice.sample.tokens])
-                ids, logprobs = sampler.top_logprobs(tokens, 2).result()
-                assert [list(row) for row in choice.top] == ids[reply.prompt.size :].tolist()
-                assert [list(row.values()) for row in choice.top] == logprobs[reply.prompt.size :].tolist()
+                assert choice.top == rows(sampler.top_logprobs(tokens, 2).result())[reply.prompt.size :]
+            assert (reply.prompt_logprobs is None, reply.prompt_top is None) == (of_prompt is None, not of_prompt)
             if of_prompt:
                 ids, logprobs = sampler.top_logprobs(reply.prompt, of_prompt).result()
                 assert [list(row) for row in reply.prompt_top[1:]] == ids[1:].tolist()
                 assert np.allclose([list(row.values()) for row in reply.prompt_top[1:]], logprobs[1:])
-            else:
-                assert reply.prompt_top is None
-            assert (reply.prompt_logprobs is None) == (of_prompt is None)
 
 
 def test_a_sampler_that_scores_in_one_pass_is_asked_once(open_session):
@@ -493,13 +461,10 @@ def test_a_sampler_that_scores_in_one_pass_is_asked_once(open_session):
             own = -np.arange(len(tokens), dtype=np.float32)
             return Future.of((own, np.tile(np.arange(k), (len(tokens), 1)), np.tile(own[:, None], (1, k))))
 
-    sampler = Both(TOKENIZER, lambda _: "d", max_length=64)
-    session = open_session(sampler)
+    session = open_session(Both(TOKENIZER, lambda _: "d", max_length=64))
     reply = answer(session, text="abc", sampling=Sampling(max_tokens=1), top_logprobs=2, prompt_logprobs=2)
-    assert sampler.asked == 1
-    assert reply.prompt_logprobs.tolist() == [0.0, -1.0, -2.0]
-    assert reply.prompt_top == [{0: -0.0, 1: -0.0}, {0: -1.0, 1: -1.0}, {0: -2.0, 1: -2.0}]
-    assert reply.choices[0].top == [{0: -3.0, 1: -3.0}]
+    assert (session._sampler.asked, reply.prompt_logprobs.tolist()) == (1, [0.0, -1.0, -2.0])
+    assert [*reply.prompt_top, *reply.choices[0].top] == [{0: float(-i), 1: float(-i)} for i in range(4)]
 
 
 def test_the_chat_is_the_user_s_with_history_append():
@@ -514,16 +479,7 @@ def test_the_chat_is_the_user_s_with_history_append():
         assert "does not read enable_thinking" in error.message
 
 
-ODD = [
-    {"type": 5},
-    {"type": ["string", 5]},
-    {"properties": {"x": {"type": 5, "anyOf": 5, "oneOf": "y"}}},
-    {"properties": 5},
-    {"$ref": "http://schemas.example/x"},
-    {"$ref": "#/nowhere"},
-    {"properties": {"x": {"pattern": "(?<name>\\p{L}"}}},
-    PARAMETERS,
-]
+ODD = [{"type": ["string", 5]}, {"properties": 5}, {"properties": {"x": {"pattern": "(?<name>\\p{L}", "type": 5}}}]
 WRITTEN = {
     "hermes": CALL,
     "qwen3_coder": "<tool_call><function=add><parameter=x>\n1\n</parameter></function></tool_call>",
@@ -532,31 +488,23 @@ WRITTEN = {
 }
 
 
-@for_each("parameters", ODD)
+@for_each("parameters", [*ODD, {"$ref": "http://schemas.example/x"}, PARAMETERS])
 @for_each("tool_format", WRITTEN)
 def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(open_session, tool_format, parameters):
     """They stand in the prompt as they are, and calls are read all the same; by valid ones texts become numbers."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
     session = open_session([WRITTEN[tool_format]], chat=Chat(TOKENIZER, tool_format=tool_format))
-    (choice,) = ask(session, [user("Add.")], tools=tools).choices
-    assert [call.name for call in choice.calls] == ["add"]
-    assert choice.calls[0].arguments["x"] in ((1,) if parameters is ODD[-1] else (1, "1"))
+    (call,) = ask(session, [user("Add.")], tools=tools).choices[0].calls
+    assert (call.name, str(call.arguments["x"])) == ("add", "1")
+    assert parameters is not PARAMETERS or call.arguments["x"] == 1
 
 
 def test_what_a_gateway_and_a_session_are_made_of():
-    sampler = Scripted(TOKENIZER, [])
-    for name, *values in (
-        ("params", {"max_tokens": 3}),
-        ("limits", {"turns": 3}),
-        ("model", 5),
-        ("host", "", "192.168.0.1"),
-        ("port", -1),
-        ("key", ""),
-    ):
-        for value in values:
-            with pytest.raises(ConfigError, match=f"Gateway.{name}"):
-                Gateway(sampler, **{name: value})
-    with Gateway(sampler) as gateway:
-        for name, value in (("params", {}), ("limits", {"turns": 3}), ("ask", 3), ("seed", -1)):
+    wrong = [("params", {"max_tokens": 3}), ("limits", {"turns": 3}), ("model", 5), ("host", ""), ("port", -1)]
+    for name, value in (*wrong, ("host", "192.168.0.1"), ("key", "")):
+        with pytest.raises(ConfigError, match=f"Gateway.{name}"):
+            Gateway(Scripted(TOKENIZER, []), **{name: value})
+    with Gateway(Scripted(TOKENIZER, [])) as gateway:
+        for name, value in (*wrong[:2], ("ask", 3), ("seed", -1)):
             with pytest.raises(ConfigError, match=f"session.{name}"):
                 gateway.session(**{name: value})
