@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
@@ -21,6 +22,7 @@ from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.chat import Chat
 from rlkit.errors import DataError, UnsupportedError
+from rlkit.futures import Future
 from rlkit.gateway._choices import read_choice
 from rlkit.gateway._limits import Limits, Usage
 from rlkit.gateway._logprobs import add_logprobs
@@ -315,11 +317,20 @@ class Session(Resource):
             self._usage.note_limit("max_total_tokens")
 
     async def _ask_sampler(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
-        future = await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed)
+        submitted, given_up = [], threading.Event()
+
+        def submit() -> Future[list[Sample]]:
+            submitted.append(self._sampler.sample(prompt, params, n=n, seed=seed))
+            if given_up.is_set():  # in the meantime
+                submitted[0].cancel()
+            return submitted[0]
+
         try:
-            return await future
+            return await (await asyncio.to_thread(submit))
         except asyncio.CancelledError:
-            future.cancel()  # no one waits for it any more; tell the service
+            given_up.set()
+            for future in submitted:  # no one waits for it any more; tell the service
+                future.cancel()
             raise
 
     def _record_choices(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:

@@ -360,19 +360,26 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(open_session):
     assert (session.metrics["errors"], session.turns) == (1, [])
 
 
-def test_a_client_that_goes_away_leaves_nothing(open_session):
-    asked, dropped = threading.Event(), threading.Event()
+@for_each("when", ["while it is submitted", "later"])
+def test_a_client_that_goes_away_leaves_nothing(open_session, when):
+    """The service is told that no one waits."""
+    asked, go_on, dropped = threading.Event(), threading.Event(), threading.Event()
 
     class Waits(Scripted):
         def sample(self, prompt, params, *, n=1, seed=None):
             asked.set()
+            go_on.wait(60)
             return Future.wrap(concurrent.futures.Future(), on_cancel=lambda: dropped.set() or True)
 
     async def main():
         task = asyncio.create_task(session.answer(Request(messages=[user("a")])))
         assert await asyncio.to_thread(asked.wait, 60)
+        if when == "later":
+            go_on.set()
+            await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        go_on.set()
 
     session = open_session(Waits(TOKENIZER, []))
     asyncio.run(main())
