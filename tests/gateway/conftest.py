@@ -26,17 +26,15 @@ def http(service):
 
 
 @pytest.fixture
-def client(service):
+def client(http):
     """OpenAI's asynchronous SDK without a socket."""
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(service)))
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1/s/s1/v1", api_key="any", http_client=transport)
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1/s/s1/v1", api_key="any", http_client=http)
 
 
 @pytest.fixture
-def claude(service):
+def claude(http):
     """Anthropic's asynchronous SDK without a socket."""
-    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(service)))
-    return anthropic.AsyncAnthropic(base_url="http://127.0.0.1/s/s1", api_key="any", http_client=transport)
+    return anthropic.AsyncAnthropic(base_url="http://127.0.0.1/s/s1", api_key="any", http_client=http)
 
 
 @pytest.fixture
