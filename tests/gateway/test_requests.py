@@ -176,6 +176,8 @@ def test_how_a_completion_is_sampled(api):
     assert {name: getattr(sampling, name) for name in given} == given
     assert (sampling.max_tokens, sampling.seed) == (7, 2**64 - 1)
     assert read(api, top_k=0).requests[0].sampling.top_k == -1
+    for seed in (-(2**63), 5, 2**64 - 1):
+        assert read(api, seed=seed).requests[0].sampling.seed == seed % 2**64
 
 
 def test_stops():
