@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, cast
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,21 +64,28 @@ class Guard:
         body_limit: int,
         own_host: bool,
     ) -> None:
-        self._app, self._admit, self._handlers = app, admit, handlers
-        self._limit, self._own_host = body_limit, own_host
+        self._app, self._admit, self._limit, self._own_host = app, admit, body_limit, own_host
+        self._guarded = ExceptionMiddleware(self._let_in, dict(handlers))  # writes the responses to exceptions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        try:
-            self._check_origin(request.headers)
-            if self._admit(request):
-                scope.get(_LET_IN, bool)()  # tells the server, if there is one
-            self._check_body(request.headers)
-        except tuple(self._handlers) as error:
-            handler = next(self._handlers[kind] for kind in type(error).__mro__ if kind in self._handlers)
-            await (await handler(request, error))(scope, receive, send)
-        else:
-            await self._app(scope, self._count(receive), send)
+        await self._guarded(scope, receive, send)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, size = Request(scope), 0
+
+        async def count() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise self._too_large()
+            return message
+
+        self._check_origin(request.headers)
+        if self._admit(request):
+            scope.get(_LET_IN, bool)()  # tells the server, if there is one
+        self._check_body(request.headers)
+        await self._app(scope, count, send)
 
     def _check_origin(self, headers: Headers) -> None:
         if "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -96,20 +104,6 @@ class Guard:
 
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body is too large; expected at most {self._limit} bytes")
-
-    def _count(self, receive: Receive) -> Receive:
-        """Return ``receive``, which raises when the body, whose length the client need not say, is too large."""
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._limit:
-                raise self._too_large()
-            return message
-
-        return counted
 
 
 def find_key(headers: Headers) -> str | None:
@@ -219,9 +213,8 @@ class Connections:
         """Add a stranger. If the limit is reached, close the oldest one: a client with a key shows it at once."""
         self.strangers[connection] = None
         while len(self.strangers) > 1 and len(self.strangers) + len(self.let_in) > self.most:
-            oldest = next(iter(self.strangers))
+            (oldest := next(iter(self.strangers))).end()
             del self.strangers[oldest]
-            oldest.end()
 
     def remove(self, connection: _Connection) -> None:
         self.strangers.pop(connection, None)
@@ -233,8 +226,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
-        self._all = connections
-        self._service: ASGIApp = self.app
+        self._all, self._service = connections, self.app
         self.app = self._serve
         self._limit: asyncio.TimerHandle | None = None
 
@@ -254,11 +246,11 @@ class _Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self._is_let_in and not self.cycle.more_body and not self.cycle.response_complete:
+        if self in self._all.let_in and not self.cycle.more_body and not self.cycle.response_complete:
             self._end_in(None)  # an answer takes as long as it takes
 
     def on_response_complete(self) -> None:
-        if self._is_let_in:
+        if self in self._all.let_in:
             self._end_in(_IDLE)
         super().on_response_complete()
 
@@ -271,15 +263,11 @@ class _Connection(H11Protocol):
         self._end_in(None)
         self.transport.abort()
 
-    @property
-    def _is_let_in(self) -> bool:
-        return self in self._all.let_in
-
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, closing = self._service, {"connection": "close"}
         if self._all.closed:
             answer = PlainTextResponse("this server is closing", 503, closing)
-        elif not self._is_let_in and len(self._all.let_in) >= self._all.most:
+        elif self not in self._all.let_in and len(self._all.let_in) >= self._all.most:
             answer = PlainTextResponse(f"this server has {self._all.most} connections already", 503, closing)
         await answer({**scope, _LET_IN: self._let_in}, receive, send)
 
@@ -287,7 +275,7 @@ class _Connection(H11Protocol):
         if self in self._all.strangers:
             del self._all.strangers[self]
             self._all.let_in.add(self)
-        if self._is_let_in:
+        if self in self._all.let_in:
             self._end_in(_BODY if self.cycle.more_body else None)
 
     def _end_in(self, seconds: float | None) -> None:

@@ -343,7 +343,7 @@ def test_a_change_touches_the_tests_that_reach_it():
         "rlkit/backends/toy.py": "tests/rollouts/test_rollout.py",
         "README.md": "tests/test_docs.py",
         "examples/quickstart.py": "tests/test_quickstart.py",
-        "tests/gateway/conftest.py": "tests/gateway/test_chat.py",
+        "tests/gateway/conftest.py": "tests/gateway/test_dialects.py",
         ".ci/run": "tests/test_repository.py",
     }.items():
         assert test in affected.find_affected([changed]), changed

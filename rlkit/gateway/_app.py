@@ -15,7 +15,6 @@ import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
@@ -30,17 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlkit._runtime import VERSION, is_loopback
 from rlkit._web import Guard, WebServer, find_key
 from rlkit.backends.tokenizers import source_of
-from rlkit.gateway import _anthropic, _chat, _completions, _responses
-from rlkit.gateway._requests import (
-    Call,
-    ChatRequest,
-    CompletionsRequest,
-    CountRequest,
-    MessagesRequest,
-    Posted,
-    ResponsesRequest,
-    read_posted,
-)
+from rlkit.gateway import _anthropic, _chat, _completions, _requests, _responses
+from rlkit.gateway._requests import Call, Posted
 from rlkit.gateway._session import Session
 from rlkit.gateway._types import Event, GatewayError, Json, Reply
 
@@ -73,10 +63,10 @@ class Api:
 
 
 _APIS: Final = {
-    "/v1/chat/completions": Api(ChatRequest, _chat.write, _chat.stream),
-    "/v1/completions": Api(CompletionsRequest, _completions.write, _completions.stream),
-    "/v1/responses": Api(ResponsesRequest, _responses.write, _responses.stream, _responses.failed),
-    "/v1/messages": Api(MessagesRequest, _anthropic.write, _anthropic.stream, _anthropic.failed),
+    "/v1/chat/completions": Api(_requests.ChatRequest, _chat.write, _chat.stream),
+    "/v1/completions": Api(_requests.CompletionsRequest, _completions.write, _completions.stream),
+    "/v1/responses": Api(_requests.ResponsesRequest, _responses.write, _responses.stream, _responses.failed),
+    "/v1/messages": Api(_requests.MessagesRequest, _anthropic.write, _anthropic.stream, _anthropic.failed),
 }
 
 
@@ -101,8 +91,8 @@ def create_app(gateway: Gateway, *, loopback: bool = True, body_limit: int = 64 
         Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         Route("/v1/models", _list_models),
         Route("/v1/models/{model:path}", _retrieve_model),
-        *(Route(path, _report_health, methods=["GET", "POST"]) for path in ("/", "/health", "/ping")),
-        Route("/version", _report_version),
+        *(Route(path, Response(), methods=["GET", "POST"]) for path in ("/", "/health", "/ping")),
+        Route("/version", _respond(200, {"version": VERSION}), methods=["GET"]),
     ]
     handlers: dict[type[Exception], Callable[[HttpRequest, Any], Coroutine[Any, Any, Response]]] = {
         GatewayError: _write_failure,
@@ -120,9 +110,8 @@ class _Endpoint:
     api: Api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = HttpRequest(scope, receive)
         with contextlib.suppress(ClientDisconnect):
-            call = await _read_call(request, self.api.posted)
+            call = await _read_call(HttpRequest(scope, receive), self.api.posted)
             exchange = self._stream(call, send) if call.posted.stream else self._answer(call, scope, receive, send)
             await _cancel_on_disconnect(exchange, receive)
 
@@ -132,30 +121,30 @@ class _Endpoint:
         await _respond(200, body)(scope, receive, send)
 
     async def _stream(self, call: Call, send: Send) -> None:
-        async def write(chunk: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
-
         async with contextlib.aclosing(self._chunks(call)) as chunks:
             first = await anext(chunks)  # an early error comes before the status is sent
             await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM)})
-            await write(first)
-            try:
-                async for chunk in chunks:
-                    await write(chunk)
-            except GatewayError as error:
-                await write(encode_event(*self.api.failed(error)))
-            await write(b"", more=False)
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})
 
     async def _chunks(self, call: Call) -> AsyncGenerator[bytes, None]:
-        """Yield comments until the answer is there, and then its events. Raises GatewayError."""
+        """Yield comments until the answer is there, and then its events, or its error. Raises an early GatewayError."""
         answer, wait = asyncio.ensure_future(_sample_all(call)), _SOON
+        begun = False
         try:
             while not (await asyncio.wait({answer}, timeout=wait))[0]:
                 yield b": waiting\n\n"
-                wait = _SILENCE
+                wait, begun = _SILENCE, True
             with _bugs_as_errors():
                 for name, data in self.api.stream(call, answer.result()):
                     yield encode_event(name, data)
+                    begun = True
+        except GatewayError as error:
+            if not begun:
+                raise
+            yield encode_event(*self.api.failed(error))
         finally:
             answer.cancel()
 
@@ -166,16 +155,17 @@ async def _cancel_on_disconnect(exchange: Coroutine[Any, Any, None], receive: Re
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        task.cancel()
 
-    tasks = {asyncio.ensure_future(exchange), asyncio.ensure_future(watch())}
+    task, watcher = asyncio.ensure_future(exchange), asyncio.ensure_future(watch())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait({task})
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
 
 
 async def _sample_all(call: Call) -> list[Reply]:
@@ -194,7 +184,7 @@ async def _read_call(request: HttpRequest, posted: type[Posted]) -> Call:
     try:
         raw = await request.body()
         value = await asyncio.to_thread(parse_object, raw) if len(raw) > _LARGE else parse_object(raw)
-        return read_posted(posted, value, session)
+        return _requests.read_posted(posted, value, session)
     except (GatewayError, HTTPException):
         session.refuse()
         raise
@@ -252,16 +242,15 @@ def encode_event(name: str | None, data: Json | str) -> bytes:
 
 
 async def _count_tokens(request: HttpRequest) -> Response:
-    call = await _read_call(request, CountRequest)
+    call = await _read_call(request, _requests.CountRequest)
     with _bugs_as_errors():
         return _respond(200, {"input_tokens": int((await call.session.render(call.requests[0])).size)})
 
 
 async def _list_models(request: HttpRequest) -> Response:
     card = _describe_model(request)
-    if _is_claude(request):
-        return _respond(200, {"data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False})
-    return _respond(200, {"object": "list", "data": [card]})
+    pages = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+    return _respond(200, {"data": [card], **(pages if _is_claude(request) else {"object": "list"})})
 
 
 async def _retrieve_model(request: HttpRequest) -> Response:
@@ -285,26 +274,16 @@ def _describe_model(request: HttpRequest) -> Json:
     return {**card, "max_model_len": length}
 
 
-async def _report_health(_: HttpRequest) -> Response:
-    return Response(b"")
-
-
-async def _report_version(_: HttpRequest) -> Response:
-    return _respond(200, {"version": VERSION})
-
-
 async def _refuse(request: HttpRequest, error: HTTPException) -> Response:
     """Return the response to an unknown path or method, and to a request that the guard refuses."""
-    what, code, headers = error.detail, None, dict(error.headers or {})
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        what, code = "this gateway has no such endpoint", "not_found"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+    what, headers, where = error.detail, dict(error.headers or {}), f"{request.method} {request.url.path[:200]}"
+    code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+    if code == "not_found":
+        what = f"{where}: this gateway has no such endpoint"
+    elif code == "method_not_allowed":
         headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))  # whose order is that of a set
-        what, code = f"this endpoint takes {headers['Allow']}", "method_not_allowed"
-    elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        code = "request_too_large"
-    where = f"{request.method} {request.url.path[:200]}: " if code in ("not_found", "method_not_allowed") else ""
-    return await _write_failure(request, GatewayError(error.status_code, where + what, code=code), headers)
+        what = f"{where}: this endpoint takes {headers['Allow']}"
+    return await _write_failure(request, GatewayError(error.status_code, what, code=code), headers)
 
 
 async def _write_failure(

@@ -8,7 +8,7 @@ import importlib
 import json
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlkit import _check
 from rlkit._runtime import Resource, is_loopback, missing
@@ -176,11 +176,9 @@ class Gateway(Resource):
     def _make_variant(self, template: str) -> Chat:
         variables = json.loads(template)
         thinking = variables.pop("enable_thinking", variables.pop("thinking", None))
-        options: dict[str, object] = {"variables": {**self.chat.variables, **variables}}
-        if thinking is not None:
-            options["thinking"] = thinking
+        options = {} if thinking is None else {"thinking": thinking}
         try:
-            return self.chat.with_options(**options)
+            return self.chat.with_options(variables={**self.chat.variables, **variables}, **options)
         except RlkitError as error:
             raise GatewayError(400, str(error), param="chat_template_kwargs") from error
 
@@ -196,26 +194,17 @@ class Gateway(Resource):
             if self._closed:
                 raise BackendError("the gateway is closed")
             if self._server is None:
-                try:
-                    from rlkit.gateway._app import Server
-                except ImportError as error:
-                    raise missing("Gateway.url", "starlette, uvicorn, pydantic", "gateway") from error
-                self._server = Server(self, self.host, self.port)
+                app = _import_app("Gateway.url", "uvicorn")
+                self._server = app.Server(self, self.host, self.port)
             return self._server.url
 
     def client(self, id: str, api_key: str, package: Literal["httpx", "httpx2"]) -> httpx.AsyncClient:  # noqa: A002
         """Return a client that reaches a session without a socket. See ``Session.client``."""
         _check.choice("client(package)", package, ("httpx", "httpx2"))
-        try:
-            library = importlib.import_module(package)
-            from rlkit.gateway._app import create_app
-        except ImportError as error:
-            raise missing("Gateway.client", f"starlette, pydantic, {package}", "gateway") from error
-        headers = {"authorization": f"Bearer {api_key}"}
-        url = f"http://127.0.0.1/s/{id}/v1"
-        client: httpx.AsyncClient = library.AsyncClient(
-            transport=library.ASGITransport(app=create_app(self)), base_url=url, headers=headers
-        )
+        app, library = _import_app("Gateway.client", package), importlib.import_module(package)
+        transport = library.ASGITransport(app=app.create_app(self))
+        headers, url = {"authorization": f"Bearer {api_key}"}, f"http://127.0.0.1/s/{id}/v1"
+        client: httpx.AsyncClient = library.AsyncClient(transport=transport, base_url=url, headers=headers)
         return client
 
     def close(self) -> None:
@@ -228,3 +217,12 @@ class Gateway(Resource):
             session.close()
         if server is not None:
             server.close()
+
+
+def _import_app(user: str, package: str) -> Any:
+    """Return the module of the endpoints. Raises MissingPackageError: it or the package cannot be imported."""
+    try:
+        importlib.import_module(package)
+        return importlib.import_module("rlkit.gateway._app")
+    except ImportError as error:
+        raise missing(user, f"starlette, pydantic, {package}", "gateway") from error

@@ -180,18 +180,12 @@ def prompt_logprobs(reply: Reply, tokenizer: Tokenizer) -> list[Json | None] | N
     rows: list[Json | None] = [None]
     for i in range(1, reply.prompt.size):
         top = {} if reply.prompt_top is None else reply.prompt_top[i]
-        ranks = {token: rank + 1 for rank, (token, _) in enumerate(_ranked(top))}
-        own = {int(reply.prompt[i]): float(reply.prompt_logprobs[i])}
-        rows.append(
-            {
-                str(token): {
-                    "logprob": to_json_logprob(value),
-                    "rank": ranks.get(token),
-                    "decoded_token": _name(tokenizer, token),
-                }
-                for token, value in {**own, **top}.items()
-            }
-        )
+        ranks = {token: rank for rank, (token, _) in enumerate(_ranked(top), 1)}
+        row: Json = {}
+        for token, value in {int(reply.prompt[i]): float(reply.prompt_logprobs[i]), **top}.items():
+            about = {"logprob": to_json_logprob(value), "rank": ranks.get(token)}
+            row[str(token)] = {**about, "decoded_token": _name(tokenizer, token)}
+        rows.append(row)
     return rows
 
 

@@ -11,6 +11,7 @@ A turn that a stop text or a limit ended is open: clients may continue after the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from rlkit.tools.formats import opening
 from rlkit.trajectory import Turn
 from rlkit.types import Sample
 
-__all__ = ["Branch", "Credit", "Node", "Prompt", "Recording", "make_turns", "weigh_branches", "weigh_nodes"]
+__all__ = ["Branch", "Credit", "Node", "Prompt", "Recording", "make_turns", "weigh_nodes"]
 
 _MOST_PROMPTS = 100_000  # whose repeats are counted: an open gateway answers any number
 
@@ -108,13 +109,9 @@ class Branch:
 
 def _begins(prompt: np.ndarray, node: Node, *, low: int = 1) -> bool:
     """Return whether a prompt begins with all of a turn's tokens, with ``low`` or more after the turn's own prompt."""
-    sample, start, end = node.sample, node.sample.prompt.size, node.size
-    return (
-        start + low <= prompt.size
-        and end <= prompt.size
-        and np.array_equal(prompt[start:end], sample.tokens)
-        and np.array_equal(prompt[:start], sample.prompt)
-    )
+    sample, start = node.sample, node.sample.prompt.size
+    ends_with = start + low <= prompt.size and np.array_equal(prompt[start : node.size], sample.tokens)
+    return ends_with and np.array_equal(prompt[:start], sample.prompt)
 
 
 def _text_after(said: str, text: str) -> str | None:
@@ -133,10 +130,8 @@ def _text_after(said: str, text: str) -> str | None:
 
 def _digest_history(messages: Sequence[Message], request: Request) -> list[bytes]:
     """Return digests of the first 0, 1, 2, ... messages, each with the tools and the variables of the template."""
-    chain = [_digest(json.dumps([request.tools, request.template], sort_keys=True, default=str))]
-    for message in messages:
-        chain.append(_digest_next(chain[-1], message))
-    return chain
+    first = _digest(json.dumps([request.tools, request.template], sort_keys=True, default=str))
+    return list(itertools.accumulate(messages, _digest_next, initial=first))
 
 
 def _digest_next(before: bytes, message: Message) -> bytes:
@@ -241,11 +236,11 @@ class Recording:
         messages = read_messages(request.messages or ())
         chain = _digest_history(messages, request)
         with self._lock:
-            node, said, rest = self._find(messages, chain)
+            node, told, rest = self._find(messages, chain)
             any_turns = bool(self._nodes)
         if node is not None and node.conversation is not None and node.action is not None:
             conversation, rewritten = node.conversation.fork(), False
-            conversation.add(_append_text(chat, node.action, rest), messages[said:])
+            conversation.add(_append_text(chat, node.action, rest), messages[told:])
         else:
             node, conversation = None, chat.start(messages, request.tools)
             rewritten = any_turns and any(message["role"] == "assistant" for message in messages)
@@ -300,26 +295,20 @@ class Recording:
             None, 0, "" if there is no such turn.
         """
         for i in range(len(messages), 0, -1):
-            if messages[i - 1]["role"] != "assistant":
-                continue
-            if (node := self._turns.get(chain[i])) is not None:
-                return node, i, ""
-            node, rest = self._find_open_turn(messages[i - 1], chain[i - 1])
-            if node is not None:
-                return node, i, rest
+            if messages[i - 1]["role"] == "assistant":
+                node, rest = self._turns.get(chain[i]), ""
+                if node is None:
+                    node, rest = self._find_open_turn(messages[i - 1], chain[i - 1])
+                if node is not None:
+                    return node, i, rest
         return None, 0, ""
 
     def _find_open_turn(self, message: Message, before: bytes) -> tuple[Node | None, str]:
         """Return the open turn that begins the message, and the rest of it; the longest, and of those the newest."""
-        if message.get("tool_calls"):
-            return None, ""
-        best: Node | None = None
-        rest = ""
-        for said, node in self._open.get(before, ()):
-            after = _text_after(said, message["content"])
-            if after is not None and (best is None or len(after) <= len(rest)):
-                best, rest = node, after
-        return best, rest
+        known = () if message.get("tool_calls") else reversed(self._open.get(before, []))
+        after = [(node, _text_after(said, message["content"])) for said, node in known]
+        found = [(node, rest) for node, rest in after if rest is not None]
+        return min(found, key=lambda each: len(each[1]), default=(None, ""))
 
 
 def _open_text(chat: Chat, action: Action, choice: Choice) -> str | None:
@@ -352,8 +341,8 @@ def _forced_beginning(chat: Chat, request: Request) -> str:
 Credit: TypeAlias = Literal["every", "last"] | Callable[[Sequence[Branch]], Sequence[float]]
 
 
-def weigh_branches(branches: Sequence[Branch], credit: Credit) -> list[float]:
-    """Return how much each branch counts, >= 0.
+def weigh_nodes(branches: Sequence[Branch], credit: Credit) -> dict[int, float]:
+    """Return the number of a node -> its weight, >= 0: for a turn of several branches the largest of theirs.
 
     Args:
         branches: of a session.
@@ -364,25 +353,20 @@ def weigh_branches(branches: Sequence[Branch], credit: Credit) -> list[float]:
         ConfigError: another way, another number of weights, or one that is negative or not finite.
     """
     if credit == "every":
-        return [1.0] * len(branches)
-    if credit == "last":
+        weights: Sequence[float] = [1.0] * len(branches)
+    elif credit == "last":
         newest = max((branch.last.number for branch in branches), default=0)
-        return [float(branch.last.number == newest) for branch in branches]
-    if not callable(credit):
+        weights = [float(branch.last.number == newest) for branch in branches]
+    else:
         expected = "'every', 'last', or a function from branches to weights"
-        raise ConfigError("credit", f"got {_check.describe(credit)}", expected)
-    weights = list(credit(branches))
+        _check.require(callable(credit), "credit", credit, expected)
+        weights = list(credit(branches))
     if len(weights) != len(branches):
         raise ConfigError("credit", f"gave {len(weights)} weights", f"{len(branches)}", "one per branch")
-    return [_check.real(f"credit: weight {i}", weight, low=0.0) for i, weight in enumerate(weights)]
-
-
-def weigh_nodes(branches: Sequence[Branch], weights: Sequence[float]) -> dict[int, float]:
-    """Return number of a node -> its weight: for a turn of several branches the largest of theirs."""
     heaviest: dict[int, float] = {}
-    for branch, weight in zip(branches, weights, strict=True):
-        for node in branch.nodes:
-            heaviest[node.number] = max(weight, heaviest.get(node.number, 0.0))
+    for i, branch in enumerate(branches):
+        weight = _check.real(f"credit: weight {i}", weights[i], low=0.0)
+        heaviest |= {node.number: max(weight, heaviest.get(node.number, 0.0)) for node in branch.nodes}
     return heaviest
 
 

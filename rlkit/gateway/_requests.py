@@ -6,7 +6,7 @@ except those of ``UNSUPPORTED``, which would change the samples or the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import attrs
@@ -67,26 +67,8 @@ class Wire(pydantic.BaseModel):
     _absent = model_validator(mode="before")(_drop_nulls)
 
 
-def _read_parts(value: Any) -> Any:
-    if not isinstance(value, (str, list)):
-        raise DataError("", f"got {_check.describe(value)}", "text, or a list of parts")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 def _read_arguments(value: Any) -> Any:
     return read_call({"name": "", "arguments": value}, "")["arguments"]
-
-
-def _read_input(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-def _read_stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _read_whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Part(Wire):
@@ -96,15 +78,19 @@ class Part(Wire):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-Int: TypeAlias = Annotated[int, BeforeValidator(_read_whole)]
+def _of_text(make: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that reads a text as a list of what it makes."""
+    return BeforeValidator(lambda value: [make(value)] if isinstance(value, str) else value)
+
+
+_whole: Final = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Int: TypeAlias = Annotated[int, _whole]
 Count: TypeAlias = Annotated[Int, Field(ge=1)]
 Top: TypeAlias = Annotated[Int, Field(ge=0, le=20)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
-Parts: TypeAlias = Annotated[list[Part], BeforeValidator(_read_parts)]
+Parts: TypeAlias = Annotated[list[Part], _of_text(lambda text: {"type": "text", "text": text})]
 Arguments: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_read_arguments)]
-Stop: TypeAlias = Annotated[
-    list[Annotated[str, Field(min_length=1)]], BeforeValidator(_read_stops), Field(max_length=128)
-]
+Stop: TypeAlias = Annotated[list[Annotated[str, Field(min_length=1)]], _of_text(str), Field(max_length=128)]
 
 
 def _join(parts: Sequence[Part], between: str = "\n") -> str:
@@ -124,8 +110,8 @@ class Function(Wire):
     @property
     def tool(self) -> Message:
         """The function in the chat form."""
-        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {k: v for k, v in about.items() if k != "description" or v}}
+        about = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.parameters}}
 
 
 class ChatTool(Wire):
@@ -133,11 +119,6 @@ class ChatTool(Wire):
 
     type: Literal["function"] = "function"
     function: Function
-
-    @property
-    def tool(self) -> Message:
-        """The tool in the chat form."""
-        return self.function.tool
 
 
 class ResponsesTool(Function):
@@ -236,7 +217,7 @@ class _Conversation(Posted):
         if messages[-1]["role"] == "assistant":
             expected = "a last message of the user, the system or a tool"
             raise DataError(f"{where}[-1].role", "is 'assistant'", expected, "the gateway does not continue an answer")
-        tools = [each.tool for each in self.tools]
+        tools = [getattr(each, "function", each).tool for each in self.tools]
         names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
             raise DataError("tools", f"has the names {', '.join(names)}", "distinct ones")
@@ -251,20 +232,25 @@ class StreamOptions(Wire):
     include_usage: bool = False
 
 
-class ChatRequest(_Conversation):
+class _Completions(Posted):
+    """What the two older APIs of OpenAI share."""
+
+    n: Count = Field(1, le=128)
+    response_format: AnyFormat = None
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+
+class ChatRequest(_Completions, _Conversation):
     """``POST /v1/chat/completions``."""
 
     messages: list[Any] = Field(min_length=1)
     tools: list[ChatTool] = []
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: Count = Field(1, le=128)
     logprobs: bool = False
     top_logprobs: Top = 0
     chat_template_kwargs: dict[str, Any] = {}
-    response_format: AnyFormat = None
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False
 
     def requests(self, session: Session) -> list[Request]:
         if self.top_logprobs and not self.logprobs:
@@ -282,19 +268,15 @@ class ChatRequest(_Conversation):
         )
 
 
-class CompletionsRequest(Posted):
+class CompletionsRequest(_Completions):
     """``POST /v1/completions``: a request for each prompt."""
 
     prompt: Any
     max_tokens: Annotated[Int, Field(ge=0)] = 16
-    n: Count = Field(1, le=128)
     logprobs: Top | None = None
     prompt_logprobs: Top | None = None
     echo: bool = False
     skip_special_tokens: bool = True
-    response_format: AnyFormat = None
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False
 
     def requests(self, session: Session) -> list[Request]:
         of_prompt = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
@@ -314,12 +296,12 @@ class CompletionsRequest(Posted):
 class _Typed(Wire):
     """An object whose type says which fields it must have."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    required: ClassVar[Mapping[str, str]] = {}
     type: str
 
     @model_validator(mode="after")
     def _check_complete(self) -> _Typed:
-        for name in self.required.get(self.type, ()):
+        for name in self.required.get(self.type, "").split():
             if getattr(self, name) is None:
                 raise ValueError(f"has no {name}; {self.type} requires it")
         return self
@@ -328,11 +310,7 @@ class _Typed(Wire):
 class Item(_Typed):
     """An item of the responses API: a message, reasoning, a call, or the output of one."""
 
-    required: ClassVar = {
-        "message": ("role", "content"),
-        "function_call": ("name",),
-        "function_call_output": ("call_id", "output"),
-    }
+    required: ClassVar = {"message": "role content", "function_call": "name", "function_call_output": "call_id output"}
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
@@ -352,23 +330,24 @@ def _add_item(item: Item, said: list[dict[str, Any]]) -> None:
             said.append({"role": "assistant"})
         return said[-1]
 
+    content = item.content or []
     if item.type == "reasoning":
-        thoughts = _join(item.content or [], "") or _join(item.summary, "")
-        turn("content", "tool_calls", "reasoning_content")["reasoning_content"] = thoughts
+        thoughts = _join(content, "") or _join(item.summary, "")
+        turn("content", "tool_calls", "reasoning_content").update({"reasoning_content": thoughts} if thoughts else {})
     elif item.type == "function_call":
         turn().setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
     elif item.type == "function_call_output":
         said.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output or [])})
     elif item.role == "assistant":
-        turn("content", "tool_calls")["content"] = _join(item.content or [], "")
+        turn("content", "tool_calls")["content"] = _join(content, "")
     else:
-        said.append({"role": "user" if item.role == "user" else "system", "content": _join(item.content or [])})
+        said.append({"role": "user" if item.role == "user" else "system", "content": _join(content)})
 
 
 class ResponsesRequest(_Conversation):
     """``POST /v1/responses``."""
 
-    input: Annotated[list[Item], BeforeValidator(_read_input), Field(min_length=1)]
+    input: Annotated[list[Item], _of_text(lambda text: {"role": "user", "content": text}), Field(min_length=1)]
     instructions: str = ""
     previous_response_id: str | None = None
     store: bool = True
@@ -389,10 +368,9 @@ class ResponsesRequest(_Conversation):
         said: list[dict[str, Any]] = []
         for item in self.input:
             _add_item(item, said)
-        said = [{"content": "", **{k: v for k, v in x.items() if (k, v) != ("reasoning_content", "")}} for x in said]
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return self.request(
-            [*instructions, *self._previous(session), *said],
+            [*instructions, *self._previous(session), *({"content": "", **message} for message in said)],
             "input",
             self.sampling(session, self.max_output_tokens, **{"text.format": self.text.format}),
             top_logprobs=self.top_logprobs if self.logprobs else None,
@@ -412,7 +390,7 @@ class ResponsesRequest(_Conversation):
 class ClaudeBlock(_Typed):
     """A block of Anthropic's messages."""
 
-    required: ClassVar = {"text": ("text",), "tool_use": ("name",), "tool_result": ("tool_use_id",)}
+    required: ClassVar = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id"}
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str = ""
@@ -427,7 +405,7 @@ class ClaudeMessage(Wire):
     """One of Anthropic's messages."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ClaudeBlock], BeforeValidator(_read_parts)]
+    content: Annotated[list[ClaudeBlock], _of_text(lambda text: {"type": "text", "text": text})]
 
     @model_validator(mode="after")
     def _check_types(self) -> ClaudeMessage:
@@ -443,9 +421,8 @@ class ClaudeMessage(Wire):
         if self.role == "assistant":
             thoughts = "".join(block.thinking for block in self.content)
             calls = [_call(each.id, each.name, each.input) for each in self.content if each.type == "tool_use"]
-            turn: dict[str, Any] = {"role": "assistant", "content": "".join(each.text or "" for each in self.content)}
-            turn |= {"reasoning_content": thoughts} if thoughts else {}
-            return [turn | ({"tool_calls": calls} if calls else {})]
+            more = {name: value for name, value in (("reasoning_content", thoughts), ("tool_calls", calls)) if value}
+            return [{"role": "assistant", "content": "".join(each.text or "" for each in self.content), **more}]
         made: list[dict[str, Any]] = []
         for block in self.content:
             if block.type == "tool_result":
@@ -457,14 +434,17 @@ class ClaudeMessage(Wire):
         return [*made] or [{"role": self.role, "content": ""}]
 
 
-class CountRequest(_Conversation):
-    """``POST /v1/messages/count_tokens``."""
+class MessagesRequest(_Conversation):
+    """``POST /v1/messages``."""
 
     messages: list[ClaudeMessage] = Field(min_length=1)
     system: Parts = []
     tools: list[ClaudeTool] = []
     stop: Stop = Field([], validation_alias="stop_sequences")
     thread: Any = None
+    max_tokens: Count | None
+    output_config: FormatHolder = FormatHolder()
+    output_format: AnyFormat = None  # as it was called before
 
     def requests(self, session: Session) -> list[Request]:
         if self.thread is not None:
@@ -472,22 +452,15 @@ class CountRequest(_Conversation):
             raise GatewayError(400, what, param="thread", code=NO_THREADS)
         system = [{"role": "system", "content": _join(self.system)}] if _join(self.system) else []
         messages = [each for message in self.messages for each in message.messages]
-        return self.request([*system, *messages], "messages", self._sampling(session))
-
-    def _sampling(self, session: Session) -> Sampling:
-        return self.sampling(session, None)
-
-
-class MessagesRequest(CountRequest):
-    """``POST /v1/messages``."""
-
-    max_tokens: Count
-    output_config: FormatHolder = FormatHolder()
-    output_format: AnyFormat = None  # as it was called before
-
-    def _sampling(self, session: Session) -> Sampling:
         formats = {"output_config.format": self.output_config.format, "output_format": self.output_format}
-        return self.sampling(session, self.max_tokens, **formats)
+        sampling = self.sampling(session, self.max_tokens, **formats)
+        return self.request([*system, *messages], "messages", sampling)
+
+
+class CountRequest(MessagesRequest):
+    """``POST /v1/messages/count_tokens``."""
+
+    max_tokens: Count | None = None
 
 
 def _call(identifier: str | None, name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
@@ -21,21 +22,13 @@ from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.chat import Chat
 from rlkit.errors import DataError, UnsupportedError
+from rlkit.futures import Future
 from rlkit.gateway._choices import read_choice
 from rlkit.gateway._limits import Limits, Usage
 from rlkit.gateway._logprobs import add_logprobs
-from rlkit.gateway._recording import (
-    Branch,
-    Credit,
-    Node,
-    Prompt,
-    Recording,
-    make_turns,
-    weigh_branches,
-    weigh_nodes,
-)
+from rlkit.gateway._recording import Branch, Credit, Node, Prompt, Recording, make_turns, weigh_nodes
 from rlkit.gateway._types import Choice, GatewayError, Reply, Request, Sampling
-from rlkit.trajectory import Trajectory
+from rlkit.trajectory import Trajectory, Turn
 from rlkit.types import SAMPLING_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -86,9 +79,7 @@ class Session(Resource):
         seed: int = 0,
         record: bool = True,
     ) -> None:
-        self._gateway = gateway
-        self._sampler = sampler
-        self._given = ask
+        self._gateway, self._sampler, self._given = gateway, sampler, ask
         self.id = secrets.token_hex(12)
         self.api_key = f"rlkit-{secrets.token_hex(16)}"
         self._seed = _check.integer("session(seed)", seed, low=0)
@@ -199,11 +190,10 @@ class Session(Resource):
         ...     len(session.trajectory(1.0).turns), len(session.trajectory(1.0, credit="last").turns)
         (2, 1)
         """
-        branches, weights = self._weigh(credit)
+        branches = self.branches
         messages = max(branches, key=lambda branch: branch.last.number).messages if branches else []
         nodes = [node for branch in branches for node in branch.fresh]
-        about = {**self._ends(), "messages": messages, **fields}
-        return Trajectory(make_turns(nodes, weights, reward), **about)  # type: ignore[arg-type]
+        return self._make(make_turns(nodes, weigh_nodes(branches, credit), reward), messages, fields)
 
     def trajectories(self, reward: float = 0.0, *, credit: Credit = "every", **fields: object) -> list[Trajectory]:
         """Return a trajectory for each branch that counts, each with the reward.
@@ -213,20 +203,14 @@ class Session(Resource):
         Args:
             reward, credit, fields: as for ``trajectory``.
         """
-        branches, weights = self._weigh(credit)
-        made = []
-        for branch in branches:
-            about = {**self._ends(), "messages": branch.messages, **fields}
-            if turns := make_turns(branch.fresh, weights, reward):
-                made.append(Trajectory(turns, **about))  # type: ignore[arg-type]
-        return made
-
-    def _weigh(self, credit: Credit) -> tuple[list[Branch], dict[int, float]]:
         branches = self.branches
-        return branches, weigh_nodes(branches, weigh_branches(branches, credit))
+        weights = weigh_nodes(branches, credit)
+        turns = [make_turns(branch.fresh, weights, reward) for branch in branches]
+        return [self._make(each, branch.messages, fields) for each, branch in zip(turns, branches, strict=True) if each]
 
-    def _ends(self) -> dict[str, object]:
-        return {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
+    def _make(self, turns: Sequence[Turn], messages: Sequence[Message], fields: Mapping[str, object]) -> Trajectory:
+        ends = {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
+        return Trajectory(turns, **{**ends, "messages": messages, **fields})  # type: ignore[arg-type]
 
     # Answering.
 
@@ -286,16 +270,15 @@ class Session(Resource):
         prompt = await asyncio.to_thread(self._recording.prompt, chat, request)  # a template takes its time
         if prompt.rewritten:
             self._usage.count("rewritten")
-        created, model = int(time.time()), request.model or self.model
+        created = int(time.time())
         if request.sampling.max_tokens == 0:
             samples: Sequence[Sample] = [Sample(prompt.tokens, [], [], "length")] * request.n
         else:
             samples = await self._draw(request, prompt)
         choices = await asyncio.to_thread(self._record_choices, request, prompt, samples)
-        fails = request.fails_when_cut or bool(field)
-        self.cut = fails and any(choice.finish == "length" for choice in choices)
+        self.cut = (request.fails_when_cut or bool(field)) and any(choice.finish == "length" for choice in choices)
         reply_id = hashlib.blake2b(f"{self.id}/{prompt.place}".encode(), digest_size=12).hexdigest()
-        reply = Reply(reply_id, created, model, prompt.tokens, choices)
+        reply = Reply(reply_id, created, request.model or self.model, prompt.tokens, choices)
         return await add_logprobs(self._sampler, request, reply)
 
     async def _draw(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
@@ -334,11 +317,20 @@ class Session(Resource):
             self._usage.note_limit("max_total_tokens")
 
     async def _ask_sampler(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
-        future = await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed)
+        submitted, given_up = [], threading.Event()
+
+        def submit() -> Future[list[Sample]]:
+            submitted.append(self._sampler.sample(prompt, params, n=n, seed=seed))
+            if given_up.is_set():  # in the meantime
+                submitted[0].cancel()
+            return submitted[0]
+
         try:
-            return await future
+            return await (await asyncio.to_thread(submit))
         except asyncio.CancelledError:
-            future.cancel()  # no one waits for it any more; tell the service
+            given_up.set()
+            for future in submitted:  # no one waits for it any more; tell the service
+                future.cancel()
             raise
 
     def _record_choices(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:
@@ -377,8 +369,8 @@ def sampling_params(chat: Chat, asked: Sampling, own: SamplingParams | None, roo
     """
     base = own or SamplingParams(max_tokens=2**31 - 1)
     most = min(room, base.max_tokens, room if asked.max_tokens is None else asked.max_tokens)
-    options = {} if own is not None else {name: getattr(asked, name) for name in SAMPLING_OPTIONS}
-    given = {name: value for name, value in options.items() if value is not None}
+    names = SAMPLING_OPTIONS if own is None else ()
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     return chat.params(attrs.evolve(base, max_tokens=most, stop=stop_list(asked, own), **given))
 
 

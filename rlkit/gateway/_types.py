@@ -172,6 +172,7 @@ def _write_arguments(call: ToolCall) -> str:
     return json.dumps(dict(call.arguments)) if _HALVES.search(text) else text
 
 
+@attrs.define(eq=False)
 class GatewayError(Exception):
     """A request that is refused or failed; each dialect writes it in its own form.
 
@@ -183,18 +184,11 @@ class GatewayError(Exception):
         retry_after: seconds, for a 429 or 503 that may be retried; None: a retry cannot succeed.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message

@@ -39,30 +39,32 @@ class FakeService:
         self.responses = OrderedDict()
         self.admitted = []
         self.raises = None
-        self.hold = None  # an asyncio.Event factory is not needed: a threading.Event that answers wait for
+        self.hold = None  # a threading.Event that answers wait for
         self.running = threading.Semaphore(0)
         self.cancelled = threading.Semaphore(0)
-        self.calls = 0
+        self.calls = self.refused = 0
 
     def admit(self, session, key):
         self.admitted.append((session, key))
-        if session is None and not (key or "").startswith("sk-"):
-            raise GatewayError(401, "there is no session with this key", code="invalid_api_key")
-        if session is not None and not session.startswith("s"):
+        if not ((key or "").startswith("sk-") if session is None else session.startswith("s")):
             raise GatewayError(401, "there is no such session", code="invalid_api_key")
         return self
 
+    def begin(self):
+        """Begin anew to count requests and calls, from which ids are made."""
+        self.requests.clear()
+        self.calls = 0
+
     def refuse(self):
-        self.refused = getattr(self, "refused", 0) + 1
+        self.refused += 1
 
     async def render(self, request):
         if request.prompt is not None:
             return request.prompt
         if request.text is not None:
             return self.tokenizer.encode(request.text)
-        return self.tokenizer.apply_chat_template(
-            [{"role": m["role"], "content": m["content"]} for m in request.messages]
-        )
+        plain = [{"role": message["role"], "content": message["content"]} for message in request.messages]
+        return self.tokenizer.apply_chat_template(plain)
 
     async def answer(self, request):
         self.requests.append(request)
@@ -77,17 +79,13 @@ class FakeService:
         if self.raises is not None:
             raise self.raises
         prompt = await self.render(request)
-        if prompt.size > self.max_length:
-            what = f"This model's maximum context length is {self.max_length} tokens, but the prompt has {prompt.size}"
-            raise GatewayError(400, what, param="messages", code="context_length_exceeded")
         choices = [self._choice(request, prompt, i) for i in range(request.n)]
         logprobs = top = None
         if request.prompt_logprobs is not None:
             logprobs = -np.arange(prompt.size, dtype=np.float32) / 8
             top = [{65: -0.25, 66: -1.5} for _ in range(prompt.size)]
-        return Reply(
-            f"{len(self.requests):024x}", 1700000000, request.model or "policy", prompt, choices, logprobs, top
-        )
+        name = f"{len(self.requests):024x}"
+        return Reply(name, 1700000000, request.model or "policy", prompt, choices, logprobs, top)
 
     def _choice(self, request, prompt, i):
         says = self.says[(len(self.requests) - 1 + i) % len(self.says)]
@@ -97,14 +95,9 @@ class FakeService:
         for name, arguments in says.calls:
             calls.append(ToolCall(name, arguments, f"call{self.calls:05d}"))
             self.calls += 1
-        text = says.content
-        if says.reasoning is not None:
-            text = f"<think>{says.reasoning}</think>{text}"
-        for call in calls:
-            text += f"<tool_call>{call.name} {call.arguments}</tool_call>"
-        tokens = [*text.encode(), *(says.stop or "").encode()]
-        if not says.length and says.stop is None:
-            tokens.append(257)
+        text = says.content if says.reasoning is None else f"<think>{says.reasoning}</think>{says.content}"
+        text += "".join(f"<tool_call>{call.name} {call.arguments}</tool_call>" for call in calls)
+        tokens = [*text.encode(), *(says.stop or "").encode(), *([257] if not says.length and not says.stop else [])]
         top = None
         if request.top_logprobs is not None:
             top = [{t: -0.125, 33: -2.0} if request.top_logprobs else {} for t in tokens]

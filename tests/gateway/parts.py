@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from rlkit import Future, Sample
-from rlkit.gateway import Gateway, Request, Sampling
+from rlkit.gateway import Request, Sampling
 
 
 class Scripted:
@@ -32,9 +32,8 @@ class Scripted:
         with self._lock:
             number = len(self.requests)
             self.requests.append((prompt, params, n, seed))
-        said = (
-            self._say(self.tokenizer.decode(prompt, skip_special=False)) if callable(self._say) else self._say[number]
-        )
+        text = self.tokenizer.decode(prompt, skip_special=False)
+        said = self._say(text) if callable(self._say) else self._say[number]
         texts = [said] * n if isinstance(said, str) else said
         return Future.of([self._sample(prompt, text, params, i) for i, text in enumerate(texts)])
 
@@ -68,20 +67,13 @@ def user(text):
 def said(choice):
     """Return a choice as a client sends it back."""
     turn = {"role": "assistant", "content": choice.content}
-    if choice.calls:
-        turn["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
-            for c in choice.calls
-        ]
-    return turn
+    functions = [(c.id, {"name": c.name, "arguments": json.dumps(dict(c.arguments))}) for c in choice.calls]
+    calls = [{"id": id_, "type": "function", "function": function} for id_, function in functions]
+    return turn | ({"tool_calls": calls} if calls else {})
 
 
 def ask(session, messages, **fields):
     return asyncio.run(session.answer(Request(messages=messages, **fields)))
-
-
-def gateway(sampler, **options):
-    return Gateway(sampler, **options)
 
 
 def short(n=16):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 
 import anthropic
 import httpx
@@ -14,9 +12,9 @@ import pytest
 
 import rlkit
 from rlkit.gateway import Gateway
+from tests.each import for_each
+from tests.gateway.conftest import HI
 from tests.gateway.parts import Scripted
-
-HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def gateway(sampler):
         yield gateway
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@for_each("stream", [False, True])
 def test_chat_over_a_socket(gateway, stream):
     session = gateway.session(seed=1)
     client = openai.OpenAI(base_url=session.base_url, api_key="any")
@@ -54,41 +52,21 @@ def test_chat_over_a_socket(gateway, stream):
     assert session.metrics["turns"] == 3
 
 
-def test_a_key_names_the_session_at_the_root(gateway):
-    session = gateway.session()
-    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=session.api_key)
-    assert client.chat.completions.create(model="m", messages=HI).usage.completion_tokens > 0
-    assert len(session.turns) == 1
-    session.close()
-    with pytest.raises(openai.AuthenticationError):
-        client.chat.completions.create(model="m", messages=HI)
-    client.close()
-    with (
-        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="rlkit-unknown") as unknown,
-        pytest.raises(openai.AuthenticationError),
-    ):
-        unknown.chat.completions.create(model="m", messages=HI)
-
-
 def test_prompts_are_scored_as_the_sampler_scores_them(sampler):
-    with Gateway(sampler, open=True) as gateway:
-        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any")
-        texts = ["One, two", "Ünlike"]
-        options = {"model": "m", "prompt": texts, "echo": True, "logprobs": 1, "seed": 1}
+    texts = ["One, two", "Ünlike"]
+    options = {"model": "m", "prompt": texts, "echo": True, "logprobs": 1, "seed": 1, "temperature": 0}
+    with Gateway(sampler, open=True) as gateway, openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any") as client:
         for max_tokens in (0, 1):
-            answer = client.completions.create(**options, max_tokens=max_tokens, temperature=0)
+            answer = client.completions.create(**options, max_tokens=max_tokens)
             for text, choice in zip(texts, answer.choices, strict=True):
-                tokens = sampler.tokenizer.encode(text)
+                tokens, logprobs = sampler.tokenizer.encode(text), choice.logprobs
                 expected = sampler.logprobs(tokens).result()
-                assert choice.logprobs.token_logprobs[0] is None
-                np.testing.assert_allclose(choice.logprobs.token_logprobs[1 : tokens.size], expected[1:], atol=1e-6)
-                assert len(choice.logprobs.tokens) == tokens.size + max_tokens
-                for logprob, top in zip(
-                    choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True
-                ):
+                assert logprobs.token_logprobs[0] is None
+                np.testing.assert_allclose(logprobs.token_logprobs[1 : tokens.size], expected[1:], atol=1e-6)
+                assert len(logprobs.tokens) == tokens.size + max_tokens
+                for logprob, top in zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
                     assert 1 <= len(top) <= 2
                     assert logprob in top.values()
-        assert not gateway.session().turns
 
 
 def test_messages_of_anthropic(gateway):
@@ -117,7 +95,7 @@ def test_responses_remember(gateway):
     assert events[-1].response.usage.output_tokens == session.turns[1].sample.tokens.size
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@for_each("stream", [False, True])
 def test_tokens_in_tokens_out(gateway, stream):
     """A client that keeps tokens itself: the next prompt begins with what was sampled, so it is the same branch."""
     session = gateway.session(seed=4)
@@ -140,22 +118,15 @@ def test_tokens_in_tokens_out(gateway, stream):
 def test_what_a_sampler_would_draw_is_what_a_client_gets(sampler):
     """With the client's seed and settings, where the gateway has none: tokens, logprobs and ends, exactly."""
     prompt = sampler.tokenizer.encode("Say digits.")
-    cases = [{"seed": 2**61 + 3, "n": 3}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}]
-    cases += [
-        {"stop": ["e", "1"]},
-        {"stop_token_ids": [101, *sampler.tokenizer.eos_ids]},
-        {"ignore_eos": True, "max_tokens": 40},
-    ]
+    cases = [{"seed": 2**61 + 3, "n": 3}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}, {"stop": ["e", "1"]}]
+    cases += [{"stop_token_ids": [101, *sampler.tokenizer.eos_ids]}, {"ignore_eos": True, "max_tokens": 40}]
     with Gateway(sampler, open=True) as gateway, httpx.Client(base_url=gateway.url) as client:
         for case in cases:
             body = {"prompt": prompt.tolist(), "max_tokens": 200, "seed": 7, "logprobs": 0, "return_token_ids": True}
             answer = client.post("/v1/completions", json={**body, **case}).json()
             stop = () if "ignore_eos" in case else tuple(case.get("stop") or ()) or case.get("stop_token_ids")
-            params = rlkit.SamplingParams(
-                max_tokens=case.get("max_tokens", 200),
-                stop=stop,
-                **{k: v for k, v in case.items() if k in ("temperature", "top_p", "top_k")},
-            )
+            named = {name: case[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if name in case}
+            params = rlkit.SamplingParams(stop=stop, **{"max_tokens": 200, **named})
             drawn = sampler.sample(prompt, params, n=case.get("n", 1), seed=case.get("seed", 7)).result()
             for choice, sample in zip(answer["choices"], drawn, strict=True):
                 assert (choice["token_ids"], choice["finish_reason"]) == (sample.tokens.tolist(), sample.stop_reason)
@@ -165,7 +136,7 @@ def test_what_a_sampler_would_draw_is_what_a_client_gets(sampler):
         assert (answer.status_code, "no such option" in answer.text) == (400, True)
 
 
-@pytest.mark.parametrize("stop", [None, "<|im_start|>b", "b"])
+@for_each("stop", [None, "<|im_start|>b", "b"])
 def test_control_tokens_are_shown_on_request(stop):
     """All but the one that ended the completion, as vLLM has it; the ids are all of them anyway."""
     sampler = Scripted(rlkit.connect("toy").tokenizer, lambda _: "a<|im_start|>bc")
@@ -177,71 +148,15 @@ def test_control_tokens_are_shown_on_request(stop):
             assert choice["token_ids"] == [97, 256, 98, 99, 257]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_gives_up_leaves_nothing_behind(gateway, stream):
-    begun = threading.Event()
-
-    async def never(prompt, params, n, seed):
-        begun.set()
-        await asyncio.sleep(3600)
-
-    session = gateway.session(ask=never)
-    client = openai.OpenAI(base_url=session.base_url, api_key="any", max_retries=0, timeout=0.5)
-    with pytest.raises(openai.APITimeoutError):
-        list(client.chat.completions.create(model="m", messages=HI, stream=stream))
-    assert begun.wait(30)
-    for _ in range(1000):
-        if session.metrics["cancelled"]:
-            break
-        time.sleep(0.01)
-    assert session.metrics["cancelled"] == 1
-    assert not session.turns
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(stream):
-    """JSON can name it, and UTF-8 cannot have it."""
-    tokenizer = rlkit.connect("toy").tokenizer
-    sampler = Scripted(tokenizer, ['<tool_call>{"name": "f", "arguments": {"x": "\\ud800é"}}</tool_call>'] * 2)
-    function = {"name": "f", "parameters": {"type": "object"}}
-    with Gateway(sampler) as gateway:
-        session = gateway.session()
-        client = openai.OpenAI(base_url=session.base_url, api_key="any")
-        options = {"model": "m", "messages": HI, "tools": [{"type": "function", "function": function}]}
-        if stream:
-            with client.chat.completions.stream(**options) as events:
-                answer = events.get_final_completion()
-        else:
-            answer = client.chat.completions.create(**options)
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.arguments == '{"x": "\\ud800\\u00e9"}'
-        claude = anthropic.Anthropic(base_url=session.root_url, api_key="any")
-        tools = [{"name": "f", "input_schema": {"type": "object"}}]
-        got = claude.messages.create(model="m", max_tokens=99, messages=HI, tools=tools)
-        assert got.content[0].input == {"x": "\ud800é"}
-
-
 def test_anthropic_s_sdk_without_a_socket(gateway):
     session = gateway.session()
+    options = {"api_key": session.api_key, "base_url": "http://127.0.0.1", "http_client": session.client("httpx2")}
 
     async def main():
-        http = session.client("httpx2")
-        async with anthropic.AsyncAnthropic(
-            api_key=session.api_key, base_url="http://127.0.0.1", http_client=http
-        ) as sdk:
-            return await sdk.messages.create(model="policy", max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
+        async with anthropic.AsyncAnthropic(**options) as sdk:
+            return await sdk.messages.create(model="policy", max_tokens=8, messages=HI)
 
     assert asyncio.run(main()).role == "assistant"
     assert len(session.turns) == 1
     with pytest.raises(rlkit.ConfigError, match="package"):
         session.client("requests")
-
-
-def test_requests_that_are_not_valid_are_counted(gateway):
-    session = gateway.session()
-    wrong = ({"response_format": {"type": "grammar"}}, {"n": 0}, {"temperature": -1}, {"messages": 5})
-    with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
-        for fields in wrong:
-            with pytest.raises(openai.BadRequestError):
-                client.chat.completions.create(**{"model": "m", "messages": HI, **fields})
-    assert (session.metrics["requests"], session.metrics["refused"], session.metrics["turns"]) == (4, 4, 0)

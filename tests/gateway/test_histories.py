@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import functools
 from collections import Counter
 
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit.chat import Chat
-from rlkit.gateway import Gateway, Request, Sampling
+from rlkit.gateway import Gateway, Sampling
 from rlkit.trajectory import datums
 from tests.chat.build import ADDED, SPECIAL, tokenizer
-from tests.gateway.parts import Scripted, said, user
+from tests.each import for_each
+from tests.gateway.parts import Scripted, ask, said, short, user
 from tests.properties import examples
 from tests.rollouts.parts import RandomSampler
 
@@ -28,9 +29,8 @@ TOKENIZERS["toy"] = rlkit.connect("toy").tokenizer
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 THINKING = ("<think>\nhm\n</think>\n\n", "<think>hm</think>", "")
 
-texts = st.lists(st.one_of(st.sampled_from([*SPECIAL, *ADDED, " ", "\n"]), st.text(max_size=4)), max_size=4).map(
-    "".join
-)
+PIECES = st.one_of(st.sampled_from([*SPECIAL, *ADDED, " ", "\n"]), st.text(max_size=4))
+texts = st.lists(PIECES, max_size=4).map("".join)
 
 
 class Speaks(RandomSampler):
@@ -62,22 +62,21 @@ def chat_with(kind):
     return Chat(TOKENIZERS[kind])
 
 
-@st.composite
-def clients(draw):
-    """(kind, [(which recorded conversation, what to do with it, a text, completions, with tools)])"""
-    kind = draw(st.sampled_from(sorted(TOKENIZERS, key=str)))
-    moves = st.tuples(
-        st.integers(0, 5),
-        st.sampled_from(["extend", "extend", "extend", "again", "rewrite", "compact", "trim"]),
-        texts,
-        st.integers(1, 2),
-        st.booleans(),
-    )
-    return kind, draw(st.lists(moves, min_size=1, max_size=8))
+kinds = st.sampled_from(sorted(TOKENIZERS, key=str))
+actions = st.sampled_from(["extend", "extend", "extend", "again", "rewrite", "compact", "trim"])
+# [(which recorded conversation, what to do with it, a text, completions, with tools)]
+plays = st.lists(st.tuples(st.integers(0, 5), actions, texts, st.integers(1, 2), st.booleans()), min_size=1, max_size=8)
+
+
+@contextlib.contextmanager
+def opened(sampler, kind):
+    """A session with a tokenizer's chat."""
+    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+        yield session
 
 
 def play(session, moves, *, with_tools):
-    """Return the requests' messages and which of them extend a recorded turn as it was."""
+    """Make the requests of a client, which extend recorded conversations or change them."""
     heads = [[user("Begin")]]
     for which, move, text, n, tools in moves:
         messages = list(heads[which % len(heads)])
@@ -90,38 +89,27 @@ def play(session, moves, *, with_tools):
         elif move == "trim" and len(messages) > 1:
             messages = [{**m, "content": m["content"].strip()} for m in messages]
         schemas = [TOOL] if tools and with_tools else []
-        reply = asyncio.run(
-            session.answer(Request(messages=messages, tools=schemas, n=n, sampling=Sampling(max_tokens=64)))
-        )
-        for choice in reply.choices:
-            turn = [*messages, said(choice)]
-            if choice.calls:
-                turn += [{"role": "tool", "tool_call_id": call.id, "content": text} for call in choice.calls]
-            else:
-                turn += [user(text)]
-            heads.append(turn)
+        for choice in ask(session, messages, tools=schemas, n=n, sampling=short(64)).choices:
+            results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call in choice.calls]
+            heads.append([*messages, said(choice), *(results or [user(text)])])
 
 
 @examples(60)
-@given(clients())
-def test_every_sampled_token_is_trained_exactly_once(client):
-    kind, moves = client
-    sampler = Speaks(TOKENIZERS[kind])
-    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+@given(kinds, plays)
+def test_every_sampled_token_is_trained_exactly_once(kind, moves):
+    with opened(sampler := Speaks(TOKENIZERS[kind]), kind) as session:
         play(session, moves, with_tools=kind in ("qwen3", "toy"))
         drawn = [sample for _, samples in sampler.requests for sample in samples]
         assert [n.sample for n in session.turns] == drawn
-        wanted = Counter((int(t), float(p)) for s in drawn for t, p in zip(s.tokens, s.logprobs, strict=True))
+        wanted = Counter(pair for s in drawn for pair in zip(s.tokens.tolist(), s.logprobs.tolist(), strict=True))
         for made in (
             datums(session.trajectory(1.0), 1.0, split="allow"),
             [d for trajectory in session.trajectories(1.0) for d in datums(trajectory, 1.0, split="allow")],
         ):
             trained = Counter()
             for datum in made:
-                logprobs = datum.inputs["sampling_logprobs"]
-                trained.update(
-                    (int(t), float(p)) for t, p in zip(datum.tokens[datum.mask], logprobs[datum.mask], strict=True)
-                )
+                logprobs = datum.inputs["sampling_logprobs"][datum.mask]
+                trained.update(zip(datum.tokens[datum.mask].tolist(), logprobs.tolist(), strict=True))
             assert trained == wanted
         for branch in session.branches:  # a branch is one sequence of tokens
             for before, after in zip(branch.nodes, branch.nodes[1:], strict=False):
@@ -131,85 +119,73 @@ def test_every_sampled_token_is_trained_exactly_once(client):
 
 
 @examples(40)
-@given(clients())
-def test_a_conversation_that_is_sent_back_as_it_was_is_continued(client):
-    kind, moves = client
-    sampler = Speaks(TOKENIZERS[kind])
-    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+@given(kinds, st.lists(texts, min_size=1, max_size=8))
+def test_a_conversation_that_is_sent_back_as_it_was_is_continued(kind, told):
+    with opened(Speaks(TOKENIZERS[kind]), kind) as session:
         messages = [user("Begin")]
-        for _, _, text, _, _ in moves:
-            reply = asyncio.run(session.answer(Request(messages=messages, sampling=Sampling(max_tokens=64))))
-            messages = [*messages, said(reply.choices[0]), user(text)]
+        for text in told:
+            messages += [said(ask(session, messages, sampling=short(64)).choices[0]), user(text)]
         assert len(session.branches) == 1
         assert session.metrics["rewritten"] == 0
 
 
 @examples(30)
-@given(st.sampled_from(sorted(TOKENIZERS, key=str)), texts, texts)
+@given(kinds, texts, texts)
 def test_text_of_clients_never_becomes_control_tokens(kind, question, answer):
     """Neither in what continues nor in what is rendered anew: there are as many as around harmless text."""
-    tokens = TOKENIZERS[kind]
-    special = np.array(
-        [tokens.encode(text, special=True)[0] for text in SPECIAL if tokens.encode(text, special=True).size == 1]
-    )
+    encoded = [TOKENIZERS[kind].encode(text, special=True) for text in SPECIAL]
+    special = [ids[0] for ids in encoded if ids.size == 1]
 
     def count(one, two):
-        sampler = Speaks(tokens)
-        with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
-            asyncio.run(session.answer(Request(messages=[user(one)])))
-            turn = {"role": "assistant", "content": two}
-            asyncio.run(session.answer(Request(messages=[user("a"), turn, user(one)])))
+        with opened(Speaks(TOKENIZERS[kind]), kind) as session:
+            ask(session, [user(one)])
+            ask(session, [user("a"), assistant(two), user(one)])
             return [int(np.isin(node.sample.prompt, special).sum()) for node in session.turns]
 
     assert count(question + "x", answer + "x") == count("x", "x")
 
 
-@pytest.mark.parametrize("kind", sorted(TOKENIZERS, key=str))
-@pytest.mark.parametrize("behind", ["\nCalling tools: [<|im_end|>]", " and more", "", "\n"])
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+STOPPED = Sampling(max_tokens=64, stop=("</code>",))
+
+
+@for_each("kind", sorted(TOKENIZERS, key=str))
+@for_each("behind", ["\nCalling tools: [<|im_end|>]", " and more", "", "\n"])
 def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, behind):
     """smolagents ends its stop text again and says there what it did: the turn is continued, as it was sampled."""
-    tokens = TOKENIZERS[kind]
-    sampler = Scripted(tokens, ["Thought.\n<code>\nx\n</code>", "Done.", "Bye."], stops=True)
-    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
-        head = [user("Begin")]
-        sampling = Sampling(max_tokens=64, stop=("</code>",))
-        content = asyncio.run(session.answer(Request(messages=head, sampling=sampling))).choices[0].content
+    sampler = Scripted(TOKENIZERS[kind], ["Thought.\n<code>\nx\n</code>", "Done.", "Bye."], stops=True)
+    with opened(sampler, kind) as session:
+        content = ask(session, [user("Begin")], sampling=STOPPED).choices[0].content
         assert content == "Thought.\n<code>\nx\n"
-        turn = {"role": "assistant", "content": [{"type": "text", "text": content + "</code>" + behind}]}
-        reply = asyncio.run(session.answer(Request(messages=[*head, turn, user("More")], sampling=sampling)))
+        turn = assistant([{"type": "text", "text": content + "</code>" + behind}])
+        messages = [user("Begin"), turn, user("More")]
+        last = ask(session, messages, sampling=STOPPED).choices[0]
         first, second = session.turns
         assert second.parent is first
         assert np.array_equal(second.sample.prompt[: first.tokens.size], first.tokens)
-        rest = tokens.decode(second.sample.prompt[first.tokens.size :])
+        rest = sampler.tokenizer.decode(second.sample.prompt[first.tokens.size :])
         assert behind.strip() in rest
         assert "More" in rest
         assert session.metrics["rewritten"] == 0
-        last = {"role": "assistant", "content": reply.choices[0].content}
-        messages = [*head, turn, user("More"), last, user("On")]
-        asyncio.run(session.answer(Request(messages=messages, sampling=Sampling(max_tokens=1))))
+        ask(session, [*messages, assistant(last.content), user("On")], sampling=short(1))
         assert len(session.branches) == 1
 
 
-@pytest.mark.parametrize("changed", ["Thought.\n<code>\nx\n</codes>", "Thoughts.\n<code>\nx\n</code>"])
-def test_what_a_client_changed_in_an_open_turn_begins_anew(changed):
-    sampler = Scripted(TOKENIZERS["chatml"], ["Thought.\n<code>\nx\n</code> \n", "Done."], stops=True)
-    with Gateway(sampler, chat=chat_with("chatml")) as gateway, gateway.session() as session:
-        asyncio.run(
-            session.answer(Request(messages=[user("Begin")], sampling=Sampling(max_tokens=64, stop=("</code>",))))
-        )
-        turn = {"role": "assistant", "content": changed}
-        asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
-        assert session.metrics["rewritten"] == 1
-
-
-def test_a_turn_that_the_policy_ended_is_not_written_on():
-    sampler = Scripted(TOKENIZERS["chatml"], ["Yes", "Done."])
-    with Gateway(sampler, chat=chat_with("chatml")) as gateway, gateway.session() as session:
-        asyncio.run(session.answer(Request(messages=[user("Begin")])))
-        turn = {"role": "assistant", "content": "Yes and no"}
-        asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
-        assert session.metrics["rewritten"] == 1
-        assert len(session.branches) == 2
+def test_what_a_client_changed_in_a_turn_begins_anew():
+    """Also one that only goes on where the policy ended its turn."""
+    code = "Thought.\n<code>\nx\n</code> \n"
+    for told, changed in (
+        (code, "Thought.\n<code>\nx\n</codes>"),
+        (code, "Thoughts.\n<code>\nx\n</code>"),
+        ("Yes", "Yes and no"),
+    ):
+        with opened(Scripted(TOKENIZERS["chatml"], [told, "Done."], stops=True), "chatml") as session:
+            ask(session, [user("Begin")], sampling=STOPPED)
+            ask(session, [user("Begin"), assistant(changed), user("More")])
+            assert (session.metrics["rewritten"], len(session.branches)) == (1, 2)
 
 
 class Silent(RandomSampler):
@@ -223,11 +199,10 @@ class Silent(RandomSampler):
 
 def test_an_empty_turn_is_continued_though_the_next_prompt_is_the_same():
     """A chat without a template writes nothing around an empty turn and an empty message."""
-    with Gateway(Silent(), chat=chat_with(None)) as gateway, gateway.session() as session:
+    with opened(Silent(), None) as session:
         messages = [user("Begin")]
         for _ in range(4):
-            reply = asyncio.run(session.answer(Request(messages=messages)))
-            messages = [*messages, said(reply.choices[0]), user("")]
+            messages += [said(ask(session, messages).choices[0]), user("")]
         assert [node.parent for node in session.turns[1:]] == session.turns[:-1]
         assert len(session.branches) == 1
         assert len(datums(session.trajectory(1.0), 1.0)) == 1
@@ -238,6 +213,6 @@ def test_a_call_may_begin_with_a_control_token():
     sampler = Scripted(TOKENIZERS["llama3"], ["<|python_tag|>add.call(x=1)"])
     chat = Chat(sampler.tokenizer, tool_format="llama")
     with Gateway(sampler, chat=chat) as gateway, gateway.session() as session:
-        (choice,) = asyncio.run(session.answer(Request(messages=[user("Add")], tools=(TOOL,)))).choices
+        (choice,) = ask(session, [user("Add")], tools=(TOOL,)).choices
     assert [(call.name, dict(call.arguments)) for call in choice.calls] == [("add", {"x": 1})]
     assert (choice.content, choice.finish) == ("", "tool_calls")

@@ -11,7 +11,6 @@ from rlkit.gateway._logprobs import decode_each, find_matched_stop
 from rlkit.gateway._responses import count_reasoning
 from rlkit.gateway._types import Choice
 from rlkit.types import Sample
-from tests.each import for_each
 
 BYTES = ByteTokenizer()
 
@@ -57,9 +56,8 @@ def test_cost_grows_with_the_length():
     assert sum(asked) < 2000 * 40
 
 
-@for_each(
-    ("tokens", "text", "stops", "expected"),
-    [
+def test_what_ended_a_choice():
+    for tokens, text, stops, expected in (
         (b"one two", "one ", ("x", "two"), "two"),
         (b"one two", "one two", ("x",), None),
         (b"one", "Say: one", ("one",), None),  # a prefill is in the text, and not in the tokens
@@ -67,10 +65,8 @@ def test_cost_grows_with_the_length():
         ([*b"one", 257], "one", ("<|im_end|>",), "<|im_end|>"),
         ([*b"one", 7], "one", (5, 7), 7),
         (b"", "", ("x",), None),
-    ],
-)
-def test_what_ended_a_choice(tokens, text, stops, expected):
-    assert find_matched_stop(choice(list(tokens), text), BYTES, stops) == expected
+    ):
+        assert find_matched_stop(choice(list(tokens), text), BYTES, stops) == expected, (tokens, stops)
 
 
 def test_reasoning_is_counted_to_its_end():

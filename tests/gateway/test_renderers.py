@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -11,10 +9,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("renderers")
 
 import rlkit
-from rlkit.gateway import Gateway, Request, Sampling
+from rlkit.gateway import Gateway
 from rlkit.trajectory import datums
 from tests.chat.test_rendering import KINDS, SCHEMAS, TURN, chat_of, written
-from tests.gateway.parts import said, user
+from tests.gateway.parts import ask, said, short, user
 
 
 class Writes:
@@ -39,12 +37,8 @@ def test_calls_and_reasoning_are_told_apart_and_the_conversation_goes_on(kind):
     head, turn = written(chat, chat.start(messages, SCHEMAS), TURN)
     sampler.next = turn
 
-    def ask(session):
-        request = Request(messages=messages, tools=SCHEMAS, sampling=Sampling(max_tokens=64))
-        return asyncio.run(session.answer(request)).choices[0]
-
     with Gateway(sampler, chat=chat) as gateway, gateway.session() as session:
-        choice = ask(session)
+        choice = ask(session, messages, tools=SCHEMAS, sampling=short(64)).choices[0]
         first = session.turns[0].sample
         if not np.array_equal(first.prompt, head):
             pytest.skip("its prompt ends inside of what it writes; see test_a_call_goes_round")
@@ -52,12 +46,10 @@ def test_calls_and_reasoning_are_told_apart_and_the_conversation_goes_on(kind):
         assert choice.finish == "tool_calls"
         assert choice.content.strip() == ("" if kind == "llama-3" else "Let me see.")
         messages += [said(choice), {"role": "tool", "name": "add", "tool_call_id": choice.calls[0].id, "content": "7"}]
-        ask(session)
+        ask(session, messages, tools=SCHEMAS, sampling=short(64))
         if kind != "deepseek-r1":  # had thought in its prompt, and not closed it
             assert len(session.branches) == 1
-            assert np.array_equal(
-                session.turns[1].sample.prompt[: first.prompt.size + turn.size], session.turns[0].tokens
-            )
+            assert np.array_equal(session.turns[1].sample.prompt[: head.size + turn.size], session.turns[0].tokens)
             (datum,) = datums(session.trajectory(1.0), 1.0)
             assert int(datum.mask.sum()) == 2 * turn.size
         assert session.metrics["rewritten"] == 0

@@ -108,16 +108,6 @@ def test_the_page_scores_a_run(folder):
     assert generated["message"]["role"] == asked["message"]["role"] == "assistant"
 
 
-def test_a_step_is_served(folder):
-    with served("rlkit serve --openai --model runs/first --step 1", folder) as (url, _):
-        assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == ["first"]
-        body = {"model": "first", "prompt": "Hi!", "max_tokens": 0, "logprobs": 0, "echo": True}
-        (choice,) = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
-    with rlkit.runs.sampler(folder / "runs/first", step=1) as sampler:
-        expected = sampler.logprobs(HI).result()[1:].tolist()
-    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
-
-
 def test_what_is_served_is_scored(tiny, tmp_path, monkeypatch, capsys):
     """The server names the model's folder, by its absolute path, and so a URL alone is a policy."""
     model = Path(tiny("llama"))
@@ -132,40 +122,41 @@ def test_what_is_served_is_scored(tiny, tmp_path, monkeypatch, capsys):
         assert "tokenizer: nothing holds none" in capsys.readouterr().err
 
 
-def test_other_machines_need_a_key(tmp_path, capsys, monkeypatch):
-    """Clients give it, by either API's header; it is not printed."""
-    everywhere = "rlkit serve --openai --backend toy --host 0.0.0.0"
-    for key, said in ((None, "a key in $RLKIT_SERVER_KEY"), ("hunter2", "at least 12 characters")):
-        monkeypatch.delenv("RLKIT_SERVER_KEY", raising=False)
-        if key is not None:
-            monkeypatch.setenv("RLKIT_SERVER_KEY", key)
-        assert cli.main([*everywhere.split()[1:], "--port", "0"]) == 2
+def test_a_step_is_served_to_other_machines_with_a_key(folder, capsys, monkeypatch):
+    """Clients give the key, by either API's header; it is not printed."""
+    everywhere = "rlkit serve --openai --model runs/first --step 1 --host 0.0.0.0"
+    for key, said in (("", "a key in $RLKIT_SERVER_KEY"), ("hunter2", "at least 12 characters")):
+        monkeypatch.setenv("RLKIT_SERVER_KEY", key)
+        assert cli.main(["serve", "--openai", "--backend", "toy", "--host", "0.0.0.0", "--port", "0"]) == 2  # noqa: S104
         error = capsys.readouterr().err
         assert said in error
         assert "hunter2" not in error
     key = "a-key-of-the-test"
-    with served(everywhere, tmp_path, RLKIT_SERVER_KEY=key) as (url, told):
+    with served(everywhere, folder, RLKIT_SERVER_KEY=key) as (url, told):
         assert key not in told
         assert "OPENAI_API_KEY=<what is in $RLKIT_SERVER_KEY>" in told
         url = url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
-        body = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        body = {"model": "first", "prompt": "Hi!", "max_tokens": 0, "logprobs": 0, "echo": True}
         for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={**headers, "host": "gpu.example.org"})
-            assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+            with httpx.Client(base_url=url, headers={**headers, "host": "gpu.example.org"}, timeout=60) as client:
+                assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["first"]
+                (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    with rlkit.runs.sampler(folder / "runs/first", step=1) as sampler:
+        expected = sampler.logprobs(HI).result()[1:].tolist()
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
 
 
 def test_errors_are_one_line(capsys):
-    for words, message in (
-        (["--openai", "--model", "nothing"], "model: no directory 'nothing'"),
-        (["--openai", "--backend", "toy", "--folder", "x"], "--folder: is given; expected it without --openai"),
-        (["--openai", "--backend", "toy", "--tokenizer", "x"], "--tokenizer: is given; expected it without --openai"),
-        (["--backend", "toy", "--step", "3"], "--step: is given; expected it with --openai"),
-        (["--openai", "--backend", "toy", "--option", "x=1"], "x"),
-        (["--openai", "--backend", "toy", "--port", "70000"], "Gateway(port)"),
-    ):
-        assert cli.main(["serve", *words]) == 2, words
+    toy, without = "--openai --backend toy", "is given; expected it without --openai"
+    for words, message in {
+        "--openai --model nothing": "model: no directory 'nothing'",
+        f"{toy} --folder x": f"--folder: {without}",
+        f"{toy} --tokenizer x": f"--tokenizer: {without}",
+        "--backend toy --step 3": "--step: is given; expected it with --openai",
+        f"{toy} --option x=1": "x",
+        f"{toy} --port 70000": "Gateway(port)",
+    }.items():
+        assert cli.main(["serve", *words.split()]) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("rlkit serve: "), words
-        assert message in error, words
-        assert error.count("\n") == 1, words
+        assert (error.startswith("rlkit serve: "), message in error, error.count("\n")) == (True, True, 1), words
