@@ -108,6 +108,10 @@ def test_what_a_local_backend_cannot_give(server, service):
         ("toy", {"host": None}, r"serve\(host\)"),
         ("toy", {"port": 65536}, r"serve\(port\)"),
         ("toy", {"nams": ["toy"]}, "no option 'nams'"),
+        ("toy", {"idle": "600"}, "idle: got '600'.*; expected a finite number > 0"),
+        ("toy", {"patience": -1.0}, "patience: got -1"),
+        ("toy", {"max_rank": 0}, "max_rank: got 0"),
+        ("toy", {"max_samplers": 1.5}, "max_samplers: got 1.5"),
         (functools.partial(rlkit.connect, "toy"), {"model": "toy"}, r"serve\(model\)"),
     ],
 )
