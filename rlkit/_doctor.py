@@ -26,7 +26,7 @@ _EXTRAS = {
     "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
     "ray": ("ray",),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
-    "report": ("matplotlib",),
+    "report": ("jinja2",),
 }
 
 

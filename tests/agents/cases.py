@@ -182,7 +182,8 @@ SDK, OTHER = "openai-sdk", "anthropic-sdk"
 CASES = [
     *(program(SDK, "sdk", "openai_sdk", way) for way in ("sync", "asynchronous", "stream", "responses", "continued")),
     program(SDK, "sdk", "openai_sdk", "several", turns(ADD_BOTH, "It is 35."), turns=5, branches=4),
-    program(SDK, "sdk", "openai_sdk", "text", turns(" 4, 35"), turns=2),
+    # The text goes on without the end token that was sampled.
+    program(SDK, "sdk", "openai_sdk", "text", turns(" 4, 35"), turns=2, branches=2),
     *(program(OTHER, "sdk", "anthropic_sdk", way) for way in ("sync", "asynchronous", "runner")),
     *(
         program("openai-agents", "openai-agents", "openai_agents", way)

@@ -1,12 +1,10 @@
-"""``rlkit.serve`` and the command, and programs for the plain SDK that know nothing of rlkit on it."""
+"""``rlkit.serve`` and the command."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -20,17 +18,8 @@ import pytest
 
 import rlkit
 from rlkit import cli
-from rlkit.testing import FakeTinker
 from tests.each import for_each
 from tests.server.sdk import datum, prompt, tinker, types
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "plain_sdk"
-
-
-def program(name):
-    """``main`` of one of the examples."""
-    assert "import rlkit" not in (EXAMPLES / f"{name}.py").read_text()
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
 @contextlib.contextmanager
@@ -65,31 +54,6 @@ def training(toy):
     """A model on the toy."""
     with connected(toy) as client:
         yield client.create_lora_training_client("toy").result()
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
-@pytest.mark.parametrize("kind", ["local", "fake"])
-def test_programs_at_once(kind, server, monkeypatch):
-    """Supervised, GRPO, resume and a loss of one's own, four clients at the same time: each learns its own."""
-    with FakeTinker(seed=0) as fake, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        url, name = (server.url, server.names[0]) if kind == "local" else (fake.base_url, "toy")
-        monkeypatch.setenv("TINKER_BASE_URL", url)
-        monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
-        rate = [] if kind == "local" else ["--learning-rate", "0.05"]
-        supervised = pool.submit(program("supervised"), [name, *rate])
-        grpo = pool.submit(program("grpo"), [name, *rate])
-        resume = pool.submit(program("resume"), [name])
-        custom = pool.submit(program("custom_loss"), [name, "--steps", "5"])
-        (losses, said), (whole, again) = supervised.result(), resume.result()
-        rewards, margins = grpo.result(), custom.result()
-    assert losses[-1] < 0.25 * losses[0]
-    assert said.startswith(" on")
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
-    assert again == whole
-    assert whole[-1] < 0.5 * whole[0]
-    assert margins[0] == pytest.approx(0.0, abs=1e-5)
-    assert margins == sorted(margins)
-    assert margins[-1] > 2.0
 
 
 def test_a_backend_in_training(tmp_path, tiny):
@@ -212,6 +176,10 @@ def test_options_on_the_command_line(monkeypatch, capsys):
         ("toy", {"port": 65536}, r"serve\(port\)"),
         *(("toy", {"key": key}, "tml-") for key in ("secret", "tml-short", 5)),
         ("toy", {"nams": ["toy"]}, "no option 'nams'"),
+        ("toy", {"idle": "600"}, "idle: got '600'.*; expected a finite number > 0"),
+        ("toy", {"patience": -1.0}, "patience: got -1"),
+        ("toy", {"max_rank": 0}, "max_rank: got 0"),
+        ("toy", {"max_samplers": 1.5}, "max_samplers: got 1.5"),
         *(
             ("local", {"model": "x", x: "y"}, f"no option '{x}'.* dtype.* idle")
             for x in ("lora", "init_from", "config")
