@@ -320,6 +320,7 @@ class Service(Resource):
             run.worker.close()
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.models.close()
+        self.saved.close()
 
 
 async def _describe(request: Request, error: Any) -> Response:

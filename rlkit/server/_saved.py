@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import pydantic
+from filelock import BaseFileLock, FileLock, Timeout
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -84,7 +85,7 @@ class SavedStates:
         remove: deletes the state of a handle.
 
     Raises:
-        CheckpointError: the folder's index is damaged.
+        CheckpointError: another server uses the folder, it cannot be written, or its index is damaged.
     """
 
     def __init__(self, folder: Path | None, remove: Callable[[str], None]) -> None:
@@ -92,7 +93,15 @@ class SavedStates:
         self._remove = remove
         self._reserved: set[str] = set()
         self._all: dict[str, SavedState] = {}
+        self._held = None if folder is None else _acquire_folder(folder)
         self._index = None if folder is None else folder / _INDEX
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> None:
         if (index := self._index) is not None and index.exists():
             states = _read_index(index)
             self._all = {x.path: x for x in states if "://" in x.handle or Path(x.handle).exists()}
@@ -168,6 +177,11 @@ class SavedStates:
             self._prune()
             return [x for x in self._all.values() if run in (None, x.run)]
 
+    def close(self) -> None:
+        """Leave the folder to another service."""
+        if self._held is not None:
+            self._held.release()
+
     def _prune(self) -> None:
         now = time.time()
         self._drop([x for x in self._all.values() if x.expires is not None and x.expires < now])
@@ -188,9 +202,21 @@ class SavedStates:
     def _write(self) -> None:
         if self._index is not None:
             states = [{**attrs.asdict(x), "handle": str(x.handle)} for x in self._all.values()]
-            self._index.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(self._index) as temporary:
                 temporary.write_text(json.dumps({"format": _FORMAT, "states": states}, indent=1), encoding="utf-8")
+
+
+def _acquire_folder(folder: Path) -> BaseFileLock:
+    """Return the lock of a folder, which is free after its release or the end of the process, however that comes."""
+    lock = FileLock(folder / "tinker.lock", blocking=False, mode=0o600, thread_local=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise CheckpointError(f"{folder} is in use by another server; give each server its own folder") from error
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    return lock
 
 
 def _read_index(index: Path) -> Sequence[SavedState]:

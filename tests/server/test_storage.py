@@ -214,6 +214,9 @@ def test_an_index_keeps_all_of_a_state(tmp_path):
     states = SavedStates(tmp_path, print)
     states.add(state)
     states.add(SavedState("tinker://r/weights/b", "tinker://x/weights/b", "toy", lora, 1.0))  # on a service, no path
+    with pytest.raises(rlkit.CheckpointError, match="in use by another server"):
+        SavedStates(tmp_path, print)  # each would overwrite what the other knows
+    states.close()
     found, _ = SavedStates(tmp_path, print).list()
     assert attrs.asdict(found, recurse=False) == attrs.asdict(state, recurse=False)
 
@@ -224,3 +227,6 @@ def test_a_damaged_index(tmp_path):
         (tmp_path / "tinker.json").write_text(text)
         with pytest.raises(rlkit.CheckpointError, match=r"tinker\.json"):
             SavedStates(tmp_path, print)
+    (tmp_path / "file").touch()
+    with pytest.raises(rlkit.CheckpointError, match="cannot be written"):
+        SavedStates(tmp_path / "file", print)
