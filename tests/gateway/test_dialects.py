@@ -344,8 +344,9 @@ def test_models_and_counts(client, claude, http, service):
         with pytest.raises(missing):
             asyncio.run(sdk.models.retrieve("gpt-4"))
     body = {"messages": HI, "system": "Be brief."}
-    counted = asyncio.run(http.post("/v1/messages/count_tokens", json=body)).json()
-    check(MessageTokensCount, counted)
+    answered = asyncio.run(http.post("/v1/messages/count_tokens", json=body))
+    check(MessageTokensCount, counted := answered.json())
     messages = [{"role": "system", "content": "Be brief."}, *HI]
+    assert answered.status_code == 200
     assert counted == {"input_tokens": service.tokenizer.apply_chat_template(messages).size}
     assert not service.requests

@@ -17,7 +17,7 @@ from rlkit.server import Service
 from rlkit.server._saved import SavedState, SavedStates
 from rlkit.testing import FakeTinker
 from tests.server.client import Client
-from tests.server.sdk import datum, prompt, types
+from tests.server.sdk import datum, prompt, tinker, types
 
 DATA = [datum(list(b"hello world"), weights=1.0), datum(list(b"12 34"), weights=0.5)]
 
@@ -85,6 +85,19 @@ def test_names(client, monkeypatch):
         broken.setattr(client.service.runs[model].model, "save", lambda *_, **__: 1 / 0)
         assert save(4, path="d") == {"error": "ZeroDivisionError: division by zero", "category": "server"}
     assert save(7, path="d")["path"].endswith("/d")
+
+
+def test_a_taken_name_is_refused_at_once(fake):
+    """By the first answer, which the SDK does not ask for again; the client's next calls go on."""
+    training = begin(fake)
+    for save in (training.save_state, training.save_weights_for_sampler):
+        save("a").result()
+        asked = len(fake.requests)
+        with pytest.raises(tinker.BadRequestError, match="use another name"):
+            save("a").result(timeout=60)
+        sent = [each.endpoint for each in fake.requests[asked:]]
+        assert sent.count(save.__name__.replace("save_state", "save_weights")) == 1
+        save("b").result(timeout=60)
 
 
 def test_states_are_loaded(client, monkeypatch):
