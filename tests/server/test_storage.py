@@ -124,6 +124,7 @@ def test_states_are_loaded(client, monkeypatch):
 def test_listing(fake):
     """The REST client changes and deletes states, and lists them by the page; bits.json has the lists themselves."""
     rest, training = fake.rest_client(), begin(fake)
+    assert rest.get_training_run(training.model_id).result().last_checkpoint is None
     for name, seconds in (("one", None), ("two", 7200)):
         training.save_state(name, ttl_seconds=seconds).result()
     one, two = rest.list_checkpoints(training.model_id).result().checkpoints
