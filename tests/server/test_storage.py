@@ -202,6 +202,7 @@ def test_a_new_service_knows_the_folder(tmp_path):
         path, run_id = training.save_state("a").result().path, training.model_id
         sampler = training.save_weights_for_sampler("a").result().path
         losses, before = train(training, 2), fake.rest_client().get_training_run(run_id).result()
+        (other := begin(fake)).save_state("only").result()
     with served(tmp_path) as fake:
         rest, client = fake.rest_client(), fake.service_client()
         run = rest.get_training_run_by_tinker_path(path).result()
@@ -212,13 +213,13 @@ def test_a_new_service_knows_the_folder(tmp_path):
         assert training.get_info().lora_rank == 3
         assert training.model_id != run_id
         runs = rest.list_training_runs().result().training_runs
-        assert [r.training_run_id for r in runs] == [training.model_id, run_id]
+        assert [r.training_run_id for r in runs] == [training.model_id, other.model_id, run_id]
         found = client.create_sampling_client(model_path=sampler).result()
         scored = found.compute_logprobs(prompt(b"hello world")).result()
         loss = training.forward(DATA[:1], "cross_entropy").result().metrics["loss:sum"]
         assert -sum(scored[1:]) == pytest.approx(loss, rel=1e-5)
         assert train(training, 2) == losses
-    assert read_index(tmp_path) == [path, sampler]
+    assert read_index(tmp_path) == [path, sampler, f"tinker://{other.model_id}/weights/only"]
 
 
 def test_an_index_keeps_all_of_a_state(tmp_path):
