@@ -198,7 +198,7 @@ def test_prompts_of_text_and_of_tokens(open_session):
 
 
 def test_whose_settings_count(open_session):
-    """The session's stand above the client's. Stops are cut from what clients read, and stay in what is trained."""
+    """The session's settings override the client's. Clients do not see a stop text; the trained tokens include it."""
     session = open_session(RandomSampler(), params=SamplingParams(max_tokens=9, temperature=0.5))
     ask(session, [user("a")], sampling=Sampling(temperature=2.0, top_p=0.5, max_tokens=4, stop=("x",), seed=7))
     ask(session, [user("a")], sampling=Sampling(max_tokens=40))

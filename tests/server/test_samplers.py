@@ -22,7 +22,7 @@ def draw(sampler):
 
 
 def live_bytes():
-    """Bytes of all tensors that there are, each memory once."""
+    """Return the bytes of all live tensors, counting shared memory once."""
     gc.collect()
     return sum({x.data_ptr(): x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}.values())
 

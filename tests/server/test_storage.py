@@ -174,7 +174,7 @@ def test_what_is_deleted_frees_its_disk(tmp_path, monkeypatch):
 def test_files_that_are_gone_or_cannot_be_removed(tmp_path, caplog):
     """After a crash between the files of a deleted state and its entry, or rm, the next service forgets the entry.
 
-    What is no state of rlkit's is named in the log and never removed; its entry is gone all the same.
+    Deleting an entry whose folder is not a saved state of rlkit removes the entry, keeps the folder, and logs its name.
     """
     with served(tmp_path) as fake:
         training = begin(fake)
