@@ -159,7 +159,7 @@ def test_fields_of_newer_clients_are_let_through(client):
     assert client.sample(client.sampler(new=1), params={"new": 2}, new=None)[0] == 200
 
 
-REFUSED = {  # the test adds session_id, model_seq_id and model_id to each body that is an object
+REFUSED = {  # a body that is an object replaces fields of a valid request
     "nothing": [({}, 404, "POST /api/v1/nothing is not an endpoint")],
     "samplers/x": [({}, 405, "takes GET")],
     "training_runs/x/checkpoints/weights/a/publish": [({}, 405, "takes DELETE")],
