@@ -161,7 +161,7 @@ $(DEMO): pyproject.toml constraints.txt
 
 $(READY): $(DEMO)
 	@echo "setting up the rest of $(VENV), once"
-	$(PIP) -e '.[chat,renderers,tools,gateway,tinker,openreward,openenv,textarena,gymnasium,ray,test]' msgspec requests regex
+	$(PIP) -e '.[chat,renderers,tools,gateway,tinker,openreward,openenv,gymnasium,ray,test]' msgspec requests regex
 	$(PIP) --no-deps --ignore-requires-python gem-llm
 	$(PIP) --no-deps mcp mcp-types PyJWT python-multipart
 	@touch $@

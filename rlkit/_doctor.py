@@ -23,7 +23,7 @@ _EXTRAS = {
     "math": ("math-verify",),
     "config": ("omegaconf",),
     "gateway": ("starlette", "uvicorn", "pydantic"),
-    "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
+    "environments": ("reasoning-gym", "gem-llm", "openreward", "mcp", "gymnasium"),
     "ray": ("ray",),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("jinja2",),

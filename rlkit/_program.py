@@ -85,7 +85,6 @@ class Program:
         environment: all variables that it sees.
         stdin: its input.
         folder: its working directory; None: this process's.
-        ending: a command for what is not in the group, which is run where this process ends before the program does.
         most: bytes kept of each of its outputs, >= 1.
         grace: seconds between SIGTERM and SIGKILL.
     """
@@ -94,7 +93,6 @@ class Program:
     _environment: Mapping[str, str] = attrs.field(kw_only=True)
     _stdin: bytes = attrs.field(default=b"", kw_only=True)
     _folder: str | None = attrs.field(default=None, kw_only=True)
-    _ending: Sequence[str] = attrs.field(default=(), kw_only=True)
     _most: int = attrs.field(default=1_000_000, kw_only=True)
     _grace: float = attrs.field(default=2.0, kw_only=True)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
@@ -149,7 +147,7 @@ class Program:
                 )
             except (OSError, ValueError) as error:
                 raise EnvError(f"{spelled(self._arguments)!r}: could not be started: {error}") from error
-            _orphans.adopt(self._process.pid, ending=self._ending)
+            _orphans.adopt(self._process.pid)
             return self._process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> Ended:

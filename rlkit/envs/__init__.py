@@ -28,12 +28,10 @@ from rlkit.envs.protocol import (
 if TYPE_CHECKING:
     from rlkit.envs._from_agent import agent
     from rlkit.envs._from_gem import gem
-    from rlkit.envs._from_harbor import harbor
     from rlkit.envs._from_mcp import mcp
     from rlkit.envs._from_openenv import openenv
     from rlkit.envs._from_openreward import openreward
     from rlkit.envs._from_reasoning_gym import reasoning_gym
-    from rlkit.envs._from_textarena import textarena
     from rlkit.envs._from_verifiers import verifiers
 
 __all__ = [
@@ -52,13 +50,11 @@ __all__ = [
     "function",
     "gem",
     "gymnasium",
-    "harbor",
     "mcp",
     "mixture",
     "openenv",
     "openreward",
     "reasoning_gym",
-    "textarena",
     "verifiers",
 ]
 
@@ -68,5 +64,5 @@ for _public in (Action, StepResult, function, gymnasium, mixture):
     _public.__module__ = __name__  # where users import them from
 
 if not TYPE_CHECKING:  # adapters of optional packages, which import this package's modules
-    _ADAPTERS = ("agent", "gem", "harbor", "mcp", "openenv", "openreward", "reasoning_gym", "textarena", "verifiers")
+    _ADAPTERS = ("agent", "gem", "mcp", "openenv", "openreward", "reasoning_gym", "verifiers")
     __getattr__, __dir__ = lazy_names(__name__, {name: f"rlkit.envs._from_{name}" for name in _ADAPTERS}, renamed=True)

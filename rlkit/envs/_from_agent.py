@@ -6,9 +6,7 @@ import inspect
 import json
 import os
 import re
-import secrets
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Command", "CommandAgent", "FunctionAgent", "Scored", "agent", "messages_of"]
 
 _LAST = 400  # characters of stderr in a message
-_PLACE = re.compile(r"\{\{(?P<escaped>\w+)\}\}|(?P<shell>\$?)\{(?P<field>\w+)\}")
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
 @attrs.frozen
@@ -102,57 +100,26 @@ class Command:
     """A command that is an agent.
 
     Attributes:
-        arguments: the program and its arguments; ``{field}`` is replaced by a field of the task.
+        arguments: the program and its arguments; ``{field}`` is replaced by that field of the task, if it has one.
         environment: variables besides those of this process and those of the session.
         folder: where it runs; None: here.
-        engine: the program that runs containers.
-        image: the container's image; None: there is no container.
     """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     folder: str | None = None
-    engine: str = ""
-    image: str | None = None
 
-    def check(self, where: str, row: Mapping[str, object]) -> None:
-        """Raise ConfigError where an argument has a place for a field that the row lacks."""
-        for text in self.arguments:
-            for place in _PLACE.finditer(text):
-                if place["field"] and not place["shell"] and place["field"] not in row:
-                    known, name = ", ".join(row), place["field"]
-                    what = f"{text!r} names {{{name}}}, but {where} has no such field"
-                    raise ConfigError("run", what, f"among: {known}", f"write {{{{{name}}}}} for the text {{{name}}}")
+    def program(self, row: Mapping[str, object], variables: Mapping[str, str]) -> Program:
+        """Return the program of an episode."""
 
-    def filled(self, row: Mapping[str, object]) -> list[str]:
-        """Return the arguments with the row's fields in their places; ``{{field}}`` and a shell's ``${name}`` stay."""
+        def fill(place: re.Match[str]) -> str:
+            value = row.get(place[1], place[0])
+            return value if isinstance(value, str) else json.dumps(plain(value))
 
-        def put(place: re.Match[str]) -> str:
-            if place["escaped"]:
-                return f"{{{place['escaped']}}}"
-            value = row.get(place["field"], place[0])
-            shell = place["shell"] if place["field"] in row else ""
-            return shell + (value if isinstance(value, str) else json.dumps(plain(value)))
-
-        self.check("the task", row)
-        return [_PLACE.sub(put, text) for text in self.arguments]
-
-    def program(self, row: Mapping[str, object], variables: Mapping[str, str]) -> tuple[Program, list[str]]:
-        """Return the program of an episode, and the command that ends its container, [] where it has none."""
-        arguments, ending = self.filled(row), []
-        own = {**variables, **self.environment}
-        if self.image is not None:
-            name = f"rlkit-{secrets.token_hex(8)}"
-            place = [] if self.folder is None else ["--workdir", self.folder]
-            named = [part for variable in own for part in ("--env", variable)]  # values stay off the command line
-            options = ["--rm", "--interactive", "--init", "--network", "host", "--name", name, *place, *named]
-            arguments = [self.engine, "run", *options, self.image, *arguments]
-            ending = [self.engine, "rm", "--force", name]
-        everything = past_proxies({**os.environ, **own})
-        folder = self.folder if self.image is None else None
-        text = json.dumps(plain(dict(row)), ensure_ascii=False)
-        program = Program(arguments, environment=everything, stdin=text.encode(), folder=folder, ending=ending)
-        return program, ending
+        arguments = [_PLACE.sub(fill, text) for text in self.arguments]
+        everything = past_proxies({**os.environ, **variables, **self.environment})
+        task = json.dumps(plain(dict(row)), ensure_ascii=False).encode()
+        return Program(arguments, environment=everything, stdin=task, folder=self.folder)
 
 
 class CommandAgent:
@@ -172,8 +139,8 @@ class CommandAgent:
             AgentError: it cannot be started, or its exit code is not 0.
         """
         variables = await call(session.environment, where="agent")
-        self._program, ending = self._command.program(self._scored.row, variables)
-        self._running = Running("agent", _run, (self._program, ending), calling.current())
+        self._program = self._command.program(self._scored.row, variables)
+        self._running = Running("agent", self._program.run, (), calling.current())
         try:
             ended = cast("Ended", await self._running.result(None))
         except BaseException:
@@ -191,35 +158,6 @@ class CommandAgent:
         if self._program is not None and self._running is not None:
             self._program.kill(grace=0.0)
             await wait_done(self._running.outcome)
-
-
-def _run(program: Program, ending: Sequence[str]) -> Ended:
-    try:
-        return program.run()
-    finally:
-        if ending:  # a container outlives the client that started it
-            subprocess.run(ending, capture_output=True, check=False, timeout=30)  # noqa: S603
-
-
-def engine() -> str:
-    """Return the program that runs containers.
-
-    Raises:
-        ConfigError: there is none, or none that answers.
-    """
-    problem = ""
-    for name in ("podman", "docker"):
-        if (path := shutil.which(name)) is not None:
-            told = subprocess.run(  # noqa: S603
-                [path, "version"], capture_output=True, text=True, errors="replace", check=False, timeout=60
-            )
-            if told.returncode == 0:
-                return path
-            said = " ".join(told.stderr.split())[-_LAST:]
-            problem = problem or f"is given, but {name} cannot run containers on this machine: {said}"
-    if problem:
-        raise ConfigError("image", problem, "a running daemon, or no image")
-    raise ConfigError("image", "is given, but neither podman nor docker is on the PATH", "one of them, or no image")
 
 
 def as_task(where: str, row: object) -> dict[str, object]:
@@ -247,7 +185,6 @@ def agent(
     credit: Credit = "every",
     environment: Mapping[str, str] | None = None,
     folder: str | os.PathLike[str] | None = None,
-    image: str | None = None,
     name: str = "agent",
     settings: TaskSettings | None = None,
 ) -> Tasks:
@@ -262,9 +199,8 @@ def agent(
             ``session.base_url``, ``.api_key`` and ``.model`` go to the agent's client (``session.client()`` is one that
             needs no socket); what it returns is its result. Or a command, ``["python", "agent.py"]``: it finds
             OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLKIT_MODEL in its environment
-            and the task as JSON on stdin; ``{field}`` in an argument is replaced by that field of the task
-            (``{{field}}`` is that text in braces). Its result is what it writes to stdout, without space around it, the
-            last megabyte of it.
+            and the task as JSON on stdin; ``{field}`` in an argument is replaced by that field, if the task has it. Its
+            result is what it writes to stdout, without space around it, the last megabyte of it.
         reward: called with the result and the task; ``async`` or not. One that names ``messages`` gets the conversation
             too (the branch that ended last). Gives a finite number; None: it cannot tell, and the episode has failed.
         tasks: rows: anything with a length and an index, or a mapping from splits to such. A row is a mapping, or text
@@ -273,8 +209,7 @@ def agent(
         credit: which branches are trained: "every" one, the "last" one, or a function of the session's branches that
             gives a weight >= 0 for each.
         environment: variables for a command, besides those of this process.
-        folder: where a command runs; None: here. In a container, a folder there.
-        image: of a container in which a command runs, with the host's network; needs podman or docker.
+        folder: where a command runs; None: here.
 
     A command has its own process group, which is ended as a whole: when the command ends, at the deadline, when
     the rollout is given up, and when this program ends, also by SIGTERM or SIGKILL. Limits are those of the plan:
@@ -285,7 +220,7 @@ def agent(
 
     Raises:
         DataError: there are no rows.
-        ConfigError: an argument is of no such form, the command is not found, or there is nothing to run containers.
+        ConfigError: an argument is of no such form, or the command is not found.
         UnknownNameError: no such split.
 
     >>> async def run(task, session):
@@ -300,15 +235,13 @@ def agent(
     (1, 'agent')
     """
     rows = rows_of(tasks, split, where="tasks", forms=_FORMS, function="rlkit.envs.agent")
-    first = [as_task(f"tasks[{i}]", rows[i]) for i in range(len(rows) if isinstance(rows, (list, tuple)) else 1)]
+    for i in range(len(rows) if isinstance(rows, (list, tuple)) else 1):
+        as_task(f"tasks[{i}]", rows[i])
     told, note = _wants_messages(reward), f"in the reward {named(reward)} for"
     check_credit(credit)
     if callable(run):
-        _check_unused(environment=environment, folder=folder, image=image)
-    command = None if callable(run) else _command(run, environment, folder, image)
-    if command is not None:
-        for i, task in enumerate(first):
-            command.check(f"tasks[{i}]", task)
+        _check_unused(environment=environment, folder=folder)
+    command = None if callable(run) else _command(run, environment, folder)
 
     def make(index: int) -> Harness:
         where = f"tasks[{index}]"
@@ -352,9 +285,7 @@ def _is_command(run: object) -> TypeGuard[Sequence[str | Path]]:
     return isinstance(run, (list, tuple)) and bool(run) and all(isinstance(part, (str, Path)) for part in run)
 
 
-def _command(
-    run: object, environment: Mapping[str, str] | None, folder: str | os.PathLike[str] | None, image: str | None
-) -> Command:
+def _command(run: object, environment: Mapping[str, str] | None, folder: str | os.PathLike[str] | None) -> Command:
     """Return the command, checked as far as can be before it runs."""
     if not _is_command(run):
         raise ConfigError("run", f"got {_check.describe(run)}", _RUN)
@@ -362,9 +293,6 @@ def _command(
     variables = dict(environment or {})
     if not all(isinstance(text, str) for pair in variables.items() for text in pair):
         raise ConfigError("environment", f"got {_check.describe(environment)}", "texts by name")
-    if image is not None:
-        _check.require(isinstance(image, str) and image, "image", image, "an image's name")
-        return Command(arguments, variables, None if folder is None else str(folder), engine(), image)
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError("folder", f"is {str(folder)!r}", "a folder that exists")
     if os.sep not in arguments[0] and shutil.which(arguments[0], path=variables.get("PATH")) is None:

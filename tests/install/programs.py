@@ -320,23 +320,6 @@ def openenv():
     assert "Connection refused" in refused(lambda: served("http://127.0.0.1:9"))
 
 
-def textarena():
-    """A game for one player, and one against an opponent."""
-    import asyncio
-
-    from rlkit.envs import Action
-    from rlkit.envs import textarena as games
-
-    async def scene(task, move):
-        env = task.make()
-        assert await env.reset(task.seed)
-        return await env.step(Action(move))
-
-    assert "lower" in asyncio.run(scene(games("GuessTheNumber-v0")[0], "[20]")).observation
-    result = asyncio.run(scene(games("TicTacToe-v0", opponent=lambda seen: "?", player=0)[0], "[4]"))
-    assert (result.reward, result.terminated) == (1, True)
-
-
 def gem():
     """A game of one turn."""
     from rlkit.envs import Action

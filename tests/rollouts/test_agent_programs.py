@@ -19,8 +19,8 @@ pytest.importorskip("uvicorn", reason="needs the extra gateway")
 
 import httpx
 
-from rlkit import BackendError, ConfigError, SamplingParams
-from rlkit.envs import _from_agent, agent
+from rlkit import BackendError, SamplingParams
+from rlkit.envs import agent
 from rlkit.evaluation import evaluate_sync
 from rlkit.gateway import Gateway, Session
 from rlkit.rollouts import rollout, rollout_sync
@@ -104,11 +104,11 @@ def test_a_program_is_trained_as_it_is(program):
 
 
 def test_arguments_and_variables(program, tmp_path, monkeypatch):
-    """Fields of the task stand in arguments once; braces that name none stay, and doubled ones are braces."""
+    """Fields of the task stand in arguments once; braces that name none stay."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     body = "ask('x')\nprint(json.dumps([sys.argv[1:], os.environ['OWN'], os.getcwd()]))"
     seen = []
-    command = program(body, "{prompt}", '{"a": {n}}', "{{more}}", "{}", "${HOME}")
+    command = program(body, "{prompt}", '{"a": {n}}', "{more}", "{}", "${HOME}")
     tasks = {"environment": {"OWN": "1"}, "folder": tmp_path}
     played(
         command,
@@ -118,11 +118,6 @@ def test_arguments_and_variables(program, tmp_path, monkeypatch):
         n=1,
     )
     assert seen == [[["{n}", '{"a": [1]}', "{more}", "{}", "${HOME}"], "1", os.path.realpath(tmp_path)]]
-
-
-def test_a_field_that_no_task_has(program):
-    with pytest.raises(ConfigError, match=r"^run: '--x=\{mroe\}' names \{mroe\}, .*tasks\[1\].*more.*\{\{mroe\}\}"):
-        agent(program("", "--x={mroe}"), length, [{"mroe": 1, "more": 1}, {"more": 1}])
 
 
 def test_programs_that_fail(program):
@@ -234,52 +229,6 @@ def test_200_sessions_over_http_leave_nothing():
 def test_evaluate(program):
     found = evaluate_sync(RandomSampler(), agent(program(TWO), length, ["a", "b"]), params=SHORT)
     assert (found.scores["agent"].mean, found.scores["agent"].episodes) == (1.0, 2)
-
-
-ENGINE = """#!{python}
-import os, subprocess, sys
-log = open({log!r}, "a")
-print(*sys.argv[1:], file=log, flush=True)
-if sys.argv[1] == "run":
-    place = sys.argv.index("some/image")
-    sys.exit(subprocess.run(sys.argv[place + 1 :]).returncode)
-"""
-
-
-def test_a_container(program, tmp_path, monkeypatch):
-    """It shares the host's network, sees the session's variables, is fed, and is removed by its name."""
-    engine, log = tmp_path / "bin" / "podman", tmp_path / "log"
-    engine.parent.mkdir()
-    engine.write_text(ENGINE.format(python=sys.executable, log=str(log)))
-    engine.chmod(stat.S_IRWXU)
-    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
-    groups = played(
-        program(TWO), n=1, tasks={"image": "some/image", "folder": "/there", "environment": {"OWN": "secret"}}
-    )
-    assert groups[0].trajectories[0].reward == 1.0
-    version, run, remove = log.read_text().splitlines()
-    assert version == "version"
-    assert run.startswith("run --rm --interactive --init --network host --name rlkit-")
-    assert "--workdir /there" in run
-    assert "--env OPENAI_API_KEY" in run
-    assert "secret" not in run
-    assert remove == f"rm --force {run.partition('--name ')[2].split()[0]}"
-
-
-def test_without_containers(monkeypatch):
-    monkeypatch.setattr(_from_agent.shutil, "which", lambda *a, **b: None)
-    with pytest.raises(ConfigError, match="^image: is given, but neither podman nor docker"):
-        agent(["true"], length, ["x"], image="some/image")
-
-
-def test_containers_without_a_daemon(tmp_path, monkeypatch):
-    engine = tmp_path / "docker"
-    engine.write_text("#!/bin/sh\necho 'Cannot connect to the daemon' >&2\nexit 1\n")
-    engine.chmod(stat.S_IRWXU)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    monkeypatch.setattr(_from_agent.shutil, "which", lambda name, **_: str(engine) if name == "docker" else None)
-    with pytest.raises(ConfigError, match="^image: is given, but docker cannot run .*: Cannot connect to the daemon"):
-        agent(["true"], length, ["x"], image="some/image")
 
 
 SDK = """

@@ -421,7 +421,6 @@ def test_rows():
         ({"run": ["true"], "folder": "/no/such"}, "^folder: is '/no/such'"),
         ({"run": ["true"], "environment": {"A": 1}}, "^environment: got"),
         ({"folder": "."}, "^folder: is given, but run is a function"),
-        ({"image": "debian"}, "^image: is given, but run is a function"),
         ({"reward": lambda result: 1.0}, r"^reward: '<lambda>' takes \(result\)"),
         ({"reward": 1.0}, "^reward: got 1.0"),
         ({"credit": "first"}, "^credit: got 'first'"),
