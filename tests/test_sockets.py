@@ -7,12 +7,8 @@ tests/rollouts/test_ray.py.
 from __future__ import annotations
 
 import ast
-import contextlib
-import http.client
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +27,6 @@ PLACES = {
     "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",
     "rlkit/backends/vllm/_server.py": "it looks for a free port of loopback",
     "rlkit/backends/vllm/_engine.py": "vLLM",
-    "rlkit/envs/_openenv_child.py": "test_a_server_of_an_environment",
 }
 LISTENS = (
     r"create_server\(|\.bind\(\(|\.listen\(|TCPStore\(|start_server\(|uvicorn\.(run|Server)|HTTPServer\(|"
@@ -112,37 +107,3 @@ def test_servers():
         assert {(address, port) for address, port, _ in found} == {("127.0.0.1", port) for port in ports}
         with serve("toy", host="0.0.0.0", key="tml-a-long-key-1"):  # noqa: S104  # asked for
             assert [address for address, _, _ in open_to_others(os.getpid())] == ["0.0.0.0"]  # noqa: S104
-
-
-APP = """
-import os, socket
-
-async def app(scope, receive, send):
-    if scope["type"] == "http":
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    one.getpeername()
-                    found.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            except OSError:
-                continue
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": repr(found).encode()})
-"""
-
-
-def test_a_server_of_an_environment(tmp_path):
-    """On loopback; what it accepts has TCP_NODELAY."""
-    pytest.importorskip("uvicorn")
-    (tmp_path / "words.py").write_text(APP)
-    command = [sys.executable, str(ROOT / "rlkit/envs/_openenv_child.py"), str(tmp_path), "words:app"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
-        port = int(process.stdout.readline())
-        assert [(address, found) for address, found, _ in listening(process.pid)] == [("127.0.0.1", port)]
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
-            connection.request("GET", "/")
-            assert connection.getresponse().read() == b"[1]"
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()

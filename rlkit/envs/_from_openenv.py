@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import attrs
@@ -18,7 +14,6 @@ import attrs
 from rlkit import _check, _runtime
 from rlkit.envs import _adapters, calling
 from rlkit.envs._adapters import package, untitled
-from rlkit.envs._child import Child
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout
 
@@ -27,57 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["openenv"]
 
-_CHILD = Path(__file__).with_name("_openenv_child.py")
 _Json: TypeAlias = Mapping[str, object]
-
-
-@attrs.define(eq=False, repr=False)
-class LocalServer:
-    """An app in its own process, which lasts as long as this object, or the program.
-
-    Args:
-        app: "module:app".
-        python: the interpreter that has the environment's packages.
-        folder: where the module is looked for first, and where the server runs.
-        timeout: seconds that it has to start.
-    """
-
-    _app: str
-    _python: str
-    _folder: str
-    _timeout: float
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
-    _child: Child | None = attrs.field(default=None, init=False)
-    _url: str = attrs.field(default="", init=False)
-
-    @property
-    def where(self) -> str:
-        """Return its name in messages."""
-        return f"rlkit.envs.openenv: server {self._app!r}"
-
-    def url(self) -> str:
-        """Return where it listens; start it if it does not run.
-
-        Raises:
-            EnvError: it ended, or did not listen in time.
-        """
-        with self._lock:
-            if self._child is None or not self._child.runs:
-                self._child = self._started()
-            return self._url
-
-    def _started(self) -> Child:
-        try:
-            child = Child([self._python, str(_CHILD), self._folder, self._app], folder=self._folder)
-        except OSError as error:
-            raise EnvError(f"{self.where}: cannot be started: {error}") from error
-        line = child.line(self._timeout)
-        if not line.strip().isdigit():
-            said = child.said()
-            child.end()
-            raise EnvError(f"{self.where}: did not start within {self._timeout:g} s{said}")
-        self._url = f"http://127.0.0.1:{int(line)}"
-        return child
 
 
 _LARGEST = 100 * 2**20  # bytes of a message, as OpenEnv's own client has it
@@ -94,16 +39,16 @@ def unreached(where: str, error: object) -> EnvError:
     return EnvUnreachable(f"{where}: cannot be reached: {error}")
 
 
-def about(place: Callable[[], str], where: str) -> tuple[_Json, str]:
+def about(address: str, where: str) -> tuple[_Json, str]:
     """Return the schema of the server's actions, and the environment's name."""
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, build_opener
 
-    local = build_opener(ProxyHandler({})) if place().startswith("http://127.0.0.1") else build_opener()
+    local = build_opener(ProxyHandler({})) if address.startswith("http://127.0.0.1") else build_opener()
     answers: dict[str, _Json] = {}
     for path in ("schema", "metadata"):
         try:
-            with local.open(f"{place()}/{path}", timeout=30) as response:
+            with local.open(f"{address}/{path}", timeout=30) as response:
                 answers[path] = json.load(response)
         except HTTPError as error:
             if path == "schema":
@@ -128,7 +73,7 @@ class Refused(Exception):
 class Session:
     """A websocket to the server."""
 
-    _place: Callable[[], str]
+    _address: str
     _where: str
     _timeout: float
     _socket: ClientConnection | None = attrs.field(default=None, init=False)
@@ -136,7 +81,7 @@ class Session:
     async def open(self) -> None:
         from websockets.asyncio.client import connect
 
-        url = await asyncio.to_thread(self._place)
+        url = self._address
         proxy: Literal[True] | None = None if "//127.0.0.1" in url or "//localhost" in url else True
         try:
             self._socket = await connect(
@@ -197,8 +142,6 @@ def openenv(
     text: Callable[[Mapping[str, object]], Observation] | None = None,
     instructions: str | None = None,
     reset: Mapping[str, object] | Callable[[int], Mapping[str, object]] | None = None,
-    python: str | os.PathLike[str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
     malformed_reward: float = 0.0,
     timeout: float = 60.0,
     size: int = 1024,
@@ -212,8 +155,7 @@ def openenv(
     Rewards, and when an episode is over, are the server's. A step for which it gives no reward has none.
 
     Args:
-        server: the address of a server, such as "http://127.0.0.1:8000"; or "module:app", which is started on this
-            machine when it is first needed, on 127.0.0.1 and without a container, and ended with the program.
+        server: its address, such as "http://127.0.0.1:8000".
         action: makes the server's message for an action: a mapping, or a pydantic object such as the environment's own
             action class. An exception that it raises as ``ValueError`` is told to the policy, and the server is not
             asked. None: by the server's schema: the text itself where an action is one text, else the JSON object in
@@ -221,10 +163,8 @@ def openenv(
         text: the policy's observation from the server's; None: its text where it has one, else all of it as JSON.
         instructions: comes before the first observation; None: what an action must look like, where it is JSON.
         reset: arguments of ``reset`` besides the seed, or a function of the task's index that returns them.
-        python: for "module:app": the interpreter that has openenv-core and the environment; None: this one.
-        cwd: where "module:app" is found, and runs.
         malformed_reward: of a turn that is not a valid action.
-        timeout: seconds that the server has to start, and for one answer, > 0.
+        timeout: seconds that the server has for one answer, > 0.
         size: how many tasks, in [1, 2^30].
         seed: >= 0; another seed, other tasks.
         split: "train", "test" or "validation": no seed is in two of them. Whether the environment heeds seeds is its
@@ -238,42 +178,27 @@ def openenv(
 
     Raises:
         ConfigError: an argument is not what it should be, or websockets is not installed.
-        EnvError: the server does not start or does not answer as one of OpenEnv; EnvBusy: it cannot be reached.
+        EnvError: the server does not answer as one of OpenEnv; EnvBusy: it cannot be reached.
     """
     package("openenv", "websockets", _runtime.command("openenv"))
     _check.integer("size", size, low=1, high=2**30)
     _check.real("malformed_reward", malformed_reward)
     _check.real("timeout", timeout, above=0.0)
     seeds = _adapters.seeds(split, seed)
-    local = _make_server(server, python, cwd, timeout)
+    if not isinstance(server, str) or not re.match(r"(https?|wss?)://", server):
+        raise ConfigError("server", f"got {_check.describe(server)}", 'an address, such as "http://127.0.0.1:8000"')
     address = server.rstrip("/").replace("ws", "http", 1) if server.startswith("ws") else server.rstrip("/")
-    place = (lambda: address) if local is None else local.url
-    where = local.where if local is not None else f"rlkit.envs.openenv: {address}"
-    about_it: tuple[_Json, str] = calling.wait(asyncio.to_thread, about, place, where, timeout=2 * timeout, where=where)
-    schema, own_name = about_it
+    where = f"rlkit.envs.openenv: {address}"
+    described: tuple[_Json, str] = calling.wait(asyncio.to_thread, about, address, where, timeout=timeout, where=where)
+    schema, own_name = described
     form = _Form(schema, action, text, instructions)
 
     def make(index: int) -> _Env:
         extra = reset(index) if callable(reset) else reset
-        return _Env(Session(place, where, timeout), form, dict(extra or {}), malformed_reward)
+        return _Env(Session(address, where, timeout), form, dict(extra or {}), malformed_reward)
 
     name = own_name if name is None else name
     return Tasks(make, size, name=check_name("name", name), split=split, seeds=seeds, settings=settings)
-
-
-def _make_server(
-    server: object, python: str | os.PathLike[str] | None, cwd: str | os.PathLike[str] | None, timeout: float
-) -> LocalServer | None:
-    """Return the server that this machine is to start, or None where it runs elsewhere."""
-    if not isinstance(server, str) or not re.fullmatch(r"(https?|wss?)://.*|[\w.]+:\w+", server, re.DOTALL):
-        raise ConfigError("server", f"got {_check.describe(server)}", 'an address, or "module:app"')
-    if "://" not in server:
-        interpreter = sys.executable if python is None else os.fspath(python)
-        return LocalServer(server, interpreter, os.getcwd() if cwd is None else os.fspath(cwd), timeout)  # noqa: PTH109
-    for name, path in (("python", python), ("cwd", cwd)):
-        if path is not None:
-            raise ConfigError(name, "is given", "None", "the server runs elsewhere")
-    return None
 
 
 class _Form:

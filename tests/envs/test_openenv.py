@@ -7,10 +7,11 @@ RLKIT_OPENENV_PYTHON=/tmp/openenv/bin/python python -m pytest tests/envs/test_op
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.envs import Action, _from_openenv, openenv
+from rlkit.backends.vllm._server import free_port
+from rlkit.envs import Action, openenv
 from rlkit.envs._from_openenv import Session
 from rlkit.envs.calling import Guarded
 from rlkit.rollouts import Plan, rollout_sync
@@ -28,7 +30,6 @@ FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("RLKIT_OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else "")
 pytest.importorskip("websockets")
 served = pytest.mark.skipif(not PYTHON, reason="RLKIT_OPENENV_PYTHON names no interpreter with openenv-core; see above")
-make = functools.partial(openenv, python=PYTHON, cwd=FOLDER)
 
 
 async def played(task, *turns):
@@ -41,9 +42,32 @@ async def played(task, *turns):
         assert await env.close(timeout=60) is None
 
 
+@contextlib.contextmanager
+def serving(app):
+    """Its server's address, started by uvicorn as the page says."""
+    port = free_port()
+    command = [PYTHON, "-m", "uvicorn", f"openenv_server:{app}", "--port", str(port), "--log-level", "warning"]
+    with subprocess.Popen(command, cwd=FOLDER) as process:
+        try:
+            for _ in range(600):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                    break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
 def words():
-    return make("openenv_server:app")
+    with serving("app") as address:
+        yield openenv(address)
+
+
+@pytest.fixture(scope="module")
+def line():
+    with serving("line") as address:
+        yield address
 
 
 @served
@@ -61,15 +85,16 @@ def test_an_action_of_one_text(words):
 
 
 @served
-def test_reset_is_given_more():
-    tasks = make("openenv_server:app", reset=lambda index: {"length": index + 1})
+def test_reset_is_given_more(words):
+    session = words[0].make()._session
+    tasks = openenv(session._address.replace("http", "ws", 1), reset=lambda index: {"length": index + 1})
     assert asyncio.run(played(tasks[4]))[0] == "A word of 5 letters."
 
 
 @served
-def test_an_action_of_several_fields():
+def test_an_action_of_several_fields(line):
     """It is JSON by the server's schema, which the policy is told, as what is wrong with it."""
-    tasks = make("openenv_server:line", malformed_reward=-0.5)
+    tasks = openenv(line, malformed_reward=-0.5)
     turns = (
         "go right",
         '{"direction": right}',
@@ -88,13 +113,13 @@ def test_an_action_of_several_fields():
 
 
 @served
-def test_functions_of_yours_write_actions_and_observations():
+def test_functions_of_yours_write_actions_and_observations(line):
     def walk(action):
         if action not in ("left", "right"):
             raise ValueError("say left or right")
         return {"direction": str(action)}
 
-    tasks = make("openenv_server:line", action=walk, text=lambda seen: f"You are at {seen['x']}.")
+    tasks = openenv(line, action=walk, text=lambda seen: f"You are at {seen['x']}.")
     first, (told, moved) = asyncio.run(played(tasks[0], "up", "left"))
     assert first == "You are at 0."
     assert told.observation == "That was not a valid action: say left or right."
@@ -102,84 +127,47 @@ def test_functions_of_yours_write_actions_and_observations():
 
 
 @served
-def test_faults_of_the_server_fail_the_episode(words):
-    """One that raises, and one that dies; the next episode starts it again."""
-    with pytest.raises(rlkit.EnvError, match="EXECUTION_ERROR: the dictionary is gone"):
-        asyncio.run(played(words[0], "crash"))
-    with pytest.raises(rlkit.EnvError, match="the session was lost"):
-        asyncio.run(played(words[0], "die"))
-    until = time.monotonic() + 60
-    while True:
-        try:
-            assert asyncio.run(played(words[0]))[0] == "A word of 3 letters."
-            break
-        except (rlkit.EnvBusy, ConnectionError):  # it has not quite ended; rollouts try again, too
-            assert time.monotonic() < until
+def test_faults_of_the_server_fail_the_episode():
+    """One that raises, and one that dies."""
+    with serving("app") as address:
+        words = openenv(address)
+        with pytest.raises(rlkit.EnvError, match="EXECUTION_ERROR: the dictionary is gone"):
+            asyncio.run(played(words[0], "crash"))
+        assert asyncio.run(played(words[0]))[0] == "A word of 3 letters."
+        with pytest.raises(rlkit.EnvError, match="the session was lost"):
+            asyncio.run(played(words[0], "die"))
 
 
 @served
 def test_a_server_without_a_free_session():
-    tasks = make("openenv_server:narrow")
-
-    async def scene():
+    async def scene(tasks):
         env = await Guarded.opened(tasks[0])
         await env.reset(0, timeout=60)
         with pytest.raises(rlkit.EnvBusy, match="CAPACITY_REACHED"):
             await played(tasks[1])
         assert await env.close(timeout=60) is None
 
-    asyncio.run(scene())
+    with serving("narrow") as address:
+        asyncio.run(scene(openenv(address)))
 
 
 @served
-def test_rollouts_over_an_address(words):
-    """Groups share a seed; what is left of a program that is gone is nothing."""
+def test_a_rollout(words):
     with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
         params = rlkit.SamplingParams(max_tokens=4)
         groups = rollout_sync(sampler, words.batch(0, 3), n=2, params=params, progress=False, max_turns=3)
     assert groups.metrics["env/Words/episodes"] == 6
 
-    line = "from rlkit.envs import openenv; import sys; "
-    line += f"t = openenv('openenv_server:app', python={PYTHON!r}, cwd={str(FOLDER)!r}); "
-    line += "print(t._make.__closure__ and 'ready', flush=True); sys.stdin.read()"
-    program = subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert program.stdout.readline() == "ready\n"
-    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
-    others = [Path(f"/proc/{program.pid}/task/{t.name}/children") for t in children.parent.parent.iterdir()]
-    pids = [pid for place in others for pid in place.read_text().split()]
-    (child,) = [pid for pid in pids if b"_openenv_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    program.kill()
-    program.wait()
-    program.stdin.close()
-    program.stdout.close()
-    until = time.monotonic() + 60
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < until, "the server outlives its program"
-        time.sleep(0.05)
 
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"server": "no server"}, 'expected an address, or "module:app"'),
+def test_what_cannot_be_played_is_said_before_the_first_episode():
+    for arguments, match in (
+        ({"server": "server.app:app"}, "server: got 'server.app:app' .*; expected an address"),
         ({"server": 3}, "server: got 3"),
-        ({"server": "http://127.0.0.1:9", "cwd": "."}, "the server runs elsewhere"),
-        ({"server": "http://127.0.0.1:9"}, "no server listens there: .*Connection refused"),
-        ({"server": "nothing_here:app", "python": sys.executable}, "No module named 'nothing_here'"),
-        ({"server": "a:b", "size": 0}, "size"),
-        ({"server": "a:b", "timeout": 0}, "timeout"),
-    ],
-)
-def test_what_cannot_be_played_is_said_before_the_first_episode(arguments, match):
-    with pytest.raises(rlkit.RlkitError, match=match):
-        openenv(**arguments)
-
-
-def test_a_server_that_does_not_start(tmp_path):
-    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
-    server = _from_openenv.LocalServer("slow:app", python=sys.executable, folder=str(tmp_path), timeout=1.0)
-    with pytest.raises(rlkit.EnvError, match="did not start"):
-        server.url()
+        ({"size": 0}, "size"),
+        ({"timeout": 0}, "timeout"),
+    ):
+        with pytest.raises(rlkit.ConfigError, match=match):
+            openenv(**{"server": "http://127.0.0.1:9", **arguments})
 
 
 def test_an_address_with_nobody_listening():
@@ -188,6 +176,6 @@ def test_an_address_with_nobody_listening():
         openenv("http://127.0.0.1:9")
     assert isinstance(caught.value, Plan().retry)
     assert not isinstance(caught.value, rlkit.EnvBusy)
-    session = Session(lambda: "http://127.0.0.1:9", "here", 10.0)
+    session = Session("http://127.0.0.1:9", "here", 10.0)
     with pytest.raises(ConnectionError, match="here: no server listens there"):
         asyncio.run(session.open())
