@@ -18,7 +18,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 _REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "max", "min")
 _COUNTERS = (
     "episodes|terminated|truncated(?:/.+)?|cut|empty|failed(?:/.+)?|timed_out|close_failed|rewritten|unforced|retried"
-    "|refilled|abandoned|groups|dropped_groups|mixed_groups"
+    "|abandoned|groups|dropped_groups|mixed_groups"
 )
 _OF_ENV = f"(?:reward|tokens)(?:/.+)?|turns|info/.+|{_COUNTERS}"
 _ENVIRONMENT = re.compile(f"(env)/(.+?)/({_OF_ENV})|(env)/([^/]+)/(.+)|(eval)/(.+)/([^/]+)", re.DOTALL)

@@ -142,7 +142,7 @@ class Counters:
         env = f"env/{name}"
         if name not in self._names:
             self._names.add(name)
-            for count in ("episodes", "failed", "timed_out", "truncated", "retried", "refilled", "abandoned"):
+            for count in ("episodes", "failed", "timed_out", "truncated", "retried", "abandoned"):
                 self.add(f"{env}/{count}", 0)
         return env
 

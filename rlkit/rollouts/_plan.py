@@ -239,14 +239,12 @@ class Plan:
             which ``EnvLost`` is one.
         attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew
             and its episode begins again, with the same seeds.
-        refill: further episodes that a group may play in place of failed ones, >= 0.
         share: of all episodes, in (0, 1]: once so many have ended the rest is given up. Below 1 it prefers short
             episodes, and what is returned depends on timing.
         shared_start: the first turns of a group are sampled in one request, so that its prompt is computed once; a
             member then waits for the first turns of all.
         tags: name -> text, number or bool, given to every trajectory.
-        progress: a progress bar on stderr, and lines where it is not a terminal; needs rich. None: a bar where stderr
-            is a terminal and rich is there.
+        progress: a progress bar, where stderr is a terminal; needs rich. None: if rich is installed.
 
     Raises:
         ConfigError: naming the field.
@@ -275,7 +273,6 @@ class Plan:
     executor_options: Mapping[str, object] = attrs.field(factory=dict, converter=read_only)
     retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
     attempts: int = checked(3, _check.integer, low=1)
-    refill: int = checked(0, _check.integer, low=0)
     share: float = checked(1.0, _check.real, above=0.0, high=1.0)
     shared_start: bool = checked(True, _check.flag)
     tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=read_only)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import logging
 import math
 import sys
-import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
@@ -29,26 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Runner"]
 
-_PAUSE = 10.0  # seconds between two lines
-
 
 class Progress:
-    """Count episodes on stderr with rich, or in lines where it is not a terminal; does nothing where it is not wanted.
+    """A bar of rich that counts episodes, where stderr is a terminal and it is wanted.
 
     Args:
         total: episodes, or None where that is unknown.
-        wanted: None: where stderr is a terminal and rich is installed.
+        wanted: None: if rich is installed.
     """
 
     def __init__(self, total: int | None, wanted: bool | None) -> None:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        if wanted is None:
-            wanted = terminal and importlib.util.find_spec("rich") is not None
         self._bar: Any = None
-        self._total, self._ended, self._failed = total, 0, 0
-        self._began = self._said = time.monotonic()
-        self._lines = bool(wanted) and sys.stderr is not None and not terminal
-        if wanted and terminal:
+        if wanted is None:
+            wanted = importlib.util.find_spec("rich") is not None
+        if wanted and sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
@@ -59,9 +51,6 @@ class Progress:
 
     def episode(self, *, failed: int) -> None:
         """Count one more that has ended."""
-        self._ended, self._failed = self._ended + 1, failed
-        if self._lines and time.monotonic() - self._said >= _PAUSE:
-            self._say()
         if self._bar is not None:
             text = f"episodes ({failed} failed)" if failed else "episodes"
             self._bar.update(self._task, advance=1, description=text)
@@ -74,14 +63,6 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._lines:
-            self._say()
-
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        of = "" if self._total is None else f" of {self._total}"
-        failed = f", {self._failed} failed" if self._failed else ""
-        print(f"episodes {self._ended}{of}{failed}, {self._said - self._began:.0f} s", file=sys.stderr, flush=True)
 
 
 _log = logging.getLogger(__name__)
@@ -98,7 +79,6 @@ class _Gathering:
     task: Task
     settings: TaskSettings
     start: Start | None
-    refills: int
     wanted: int  # how many trajectories make it worth keeping
     open: int  # members that have not ended
     trajectories: dict[int, Trajectory] = attrs.field(factory=dict)
@@ -220,7 +200,7 @@ class Runner:
             start = Start(self._shared.asker, n, start_seed(*where), pauses(*where, _START))
         least = 2 if plan.min_n is None else plan.min_n
         least = min(n, least if settings.min_n is None else settings.min_n)
-        gathering = _Gathering(number, task, settings, start, plan.refill, least, n)
+        gathering = _Gathering(number, task, settings, start, least, n)
         self._gatherings[number] = gathering
         for member in range(n):
             await self._slots.acquire()
@@ -233,29 +213,22 @@ class Runner:
             playing.add_done_callback(self._members.discard)
 
     async def _member(self, gathering: _Gathering, member: int) -> None:
-        """Play one member, and others in its place where it fails and the group may refill."""
-        done = False
-        n = gathering.settings.n or 1
+        """Play one member."""
+        task, number, start = gathering.task, gathering.number, gathering.start
+        episode = Episode(self._shared, task, gathering.settings, number, member, start)
         try:
-            for number in itertools.count(member, n):
-                start = gathering.start if number == member else None
-                episode = Episode(self._shared, gathering.task, gathering.settings, gathering.number, number, start)
-                outcome = await episode.play()
-                if isinstance(outcome, Trajectory):
-                    gathering.trajectories[number] = outcome
-                    if gathering.task.score is None:
-                        self._counters.trajectory(outcome)
-                    break
-                self._fail(gathering, outcome, episode.error)
-                if gathering.refills == 0:
-                    break
-                gathering.refills -= 1
-                self._counters.add(f"env/{gathering.task.name}/refilled")
-            done = True
+            outcome = await episode.play()
+        except BaseException:
+            self._counters.add(f"env/{task.name}/abandoned")
+            raise
         finally:
             self._slots.release()
-            if not done:
-                self._counters.add(f"env/{gathering.task.name}/abandoned")
+        if isinstance(outcome, Failure):
+            self._fail(gathering, outcome, episode.error)
+        else:
+            gathering.trajectories[member] = outcome
+            if task.score is None:
+                self._counters.trajectory(outcome)
         self._ended += 1
         last = self._ended == self._enough
         self._progress.episode(failed=len(self._failed))

@@ -246,14 +246,6 @@ def test_failures_stand_in_the_group():
         asyncio.run(rollout(RandomSampler(), Flaky, n=4, min_n=3, concurrency=1, **QUICK))
 
 
-def test_refilled():
-    """Further episodes take the place of failed ones, up to ``refill`` in a group."""
-    reset_counts()
-    groups = asyncio.run(rollout(RandomSampler(), Flaky, n=4, refill=5, concurrency=1, **QUICK))
-    assert len(groups[0].trajectories) == 4
-    assert groups.metrics["env/Flaky/refilled"] == len(groups[0].failures) == 4
-
-
 def test_nothing_left_is_an_error():
     """Its cause is the first exception, and it counts what happened."""
     with pytest.raises(BackendError, match=r"4 episodes failed: 4 ValueError in reset.*bad seed") as caught:
