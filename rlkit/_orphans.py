@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 __all__ = ["adopt", "prepare", "release"]
 
-_PATIENCE = 30  # seconds that the watcher has to end the groups
+_PATIENCE = 30  # seconds for the commands that are run then
 
 
 class _Watcher:
@@ -24,7 +26,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: set[int] = set()
+        self._groups: dict[int, list[str]] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
@@ -32,25 +34,23 @@ class _Watcher:
             if self._process is None:
                 self._start()
 
-    def add(self, group: int) -> None:
+    def add(self, group: int, ending: Sequence[str]) -> None:
         with self._lock:
-            self._groups.add(group)
+            self._groups[group] = list(ending)
             if self._process is None or not self._tell(group):
                 self._start()
 
     def discard(self, group: int) -> None:
         with self._lock:
-            if group in self._groups:
-                self._groups.remove(group)
-                if not self._tell(-group):
-                    self._start()
+            if self._groups.pop(group, None) is not None and not self._tell(group):
+                self._start()
 
     def _tell(self, group: int) -> bool:
-        """Send the number of a group, negative if it is no longer watched; return whether the watcher listens."""
+        """Send the state of a group; return whether the watcher listens."""
         if self._process is None or self._process.stdin is None:
             return False
         try:
-            self._process.stdin.write(b"%d\n" % group)
+            self._process.stdin.write(json.dumps([group, self._groups.get(group)]).encode() + b"\n")
         except OSError:
             return False
         return True
@@ -76,7 +76,7 @@ class _Watcher:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE)
+                self._process.wait(_PATIENCE + 1)
         self._process = None
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class _Watcher:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()  # or the parent's end would go unnoticed
             self._process.returncode = 0  # nothing to wait for
-        self._lock, self._groups, self._process = threading.Lock(), set(), None
+        self._lock, self._groups, self._process = threading.Lock(), {}, None
 
 
 _watcher = _Watcher()
@@ -102,9 +102,14 @@ def prepare() -> None:
     _watcher.prepare()
 
 
-def adopt(group: int) -> None:
-    """Register a process group, by its leader's number, to be killed when this process ends, whatever ends it."""
-    _watcher.add(group)
+def adopt(group: int, *, ending: Sequence[str] = ()) -> None:
+    """Register a process group to be killed when this process ends, also by a signal that it cannot catch.
+
+    Args:
+        group: its number, that of its leader.
+        ending: a command that is also run then: it removes what is not in the group, such as a folder.
+    """
+    _watcher.add(group, ending)
 
 
 def release(group: int) -> None:
@@ -116,14 +121,25 @@ def _watch() -> None:
     """Read messages about groups until the other end is closed, then kill the remaining groups."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # what ends a whole job ends its program first
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups: dict[int, list[str]] = {}
     for line in sys.stdin:
-        if line.endswith("\n"):  # else it was cut off
-            group = int(line)
-            (groups.add if group > 0 else groups.discard)(abs(group))
+        with contextlib.suppress(ValueError):  # cut off
+            group, ending = json.loads(line)
+            if ending is None:
+                groups.pop(group, None)
+            else:
+                groups[group] = ending
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    quiet = subprocess.DEVNULL
+    commands = []
+    for ending in filter(None, groups.values()):
+        with contextlib.suppress(OSError):
+            commands.append(subprocess.Popen(ending, stdin=quiet, stdout=quiet, stderr=quiet))  # noqa: S603
+    for command in commands:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(_PATIENCE)
 
 
 if __name__ == "__main__":

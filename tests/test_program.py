@@ -149,14 +149,14 @@ code = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\
 code += "own = sys.argv[1] + str(bool(leads))\\nopen(own + '.part', 'w').write(str(os.getpid()))\\n"
 code += "os.rename(own + '.part', own)\\ntime.sleep(600)"  # so that there is no file that is not whole
 code = "import sys\\n" + code
+ending = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').close()", sys.argv[1] + "ended"]
 made = Program([sys.executable, "-c", code, sys.argv[1]], environment=dict(os.environ))
 threading.Thread(target=made.run, daemon=True).start()
 told(sys.argv[1] + "True")
 told(sys.argv[1] + "False")
 while not _orphans._watcher._groups:
     time.sleep(0.01)
-with _orphans._watcher._lock:  # the watcher knows the group
-    pass
+_orphans.adopt(*_orphans._watcher._groups, ending=ending)
 if sys.argv[2] == "fork" and not os.fork():
     time.sleep(600)  # a child of the program holds nothing up
 print(flush=True)
@@ -169,7 +169,7 @@ time.sleep(0 if sys.argv[2] == "exit" else 600)
     [(0, "exit"), (signal.SIGTERM, "wait"), (signal.SIGKILL, "wait"), (signal.SIGKILL, "fork")],
 )
 def test_none_outlives_the_interpreter(tmp_path, number, how):
-    """However it ends: nothing of a group is left, though deaf to SIGTERM."""
+    """However it ends: nothing of a group is left that is deaf to SIGTERM, and the command to be run then is run."""
     names = tmp_path / "pid-"
     with subprocess.Popen(
         [sys.executable, "-c", LEAVES, str(names), how], stdout=subprocess.PIPE, start_new_session=True
@@ -181,6 +181,11 @@ def test_none_outlives_the_interpreter(tmp_path, number, how):
         try:
             for which in ("True", "False"):
                 assert gone(int(Path(f"{names}{which}").read_text()))
+            for _ in range(1000):
+                if Path(f"{names}ended").exists():
+                    break
+                time.sleep(0.01)
+            assert Path(f"{names}ended").exists()
         finally:
             if how == "fork":
                 os.killpg(parent.pid, signal.SIGKILL)
