@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -11,9 +10,8 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO, cast
 
 import attrs
 
@@ -24,7 +22,6 @@ from rlkit.envs._child import said
 from rlkit.envs._prompts import Row, Rows, noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout, RlkitError
-from rlkit.futures import wait_done
 from rlkit.tools import ToolCall
 from rlkit.tools.env import Turns, awaited
 
@@ -66,7 +63,7 @@ class Server:
 
 
 class Connection:
-    """A session with a server, by the SDK."""
+    """A session with a server, by the SDK: opened, used and closed in one task, which is that of an episode."""
 
     client: Client
 
@@ -79,24 +76,26 @@ class Connection:
         """Start or reach the server, and agree on a version."""
         from mcp import Client
 
-        with self._raising():
-            async with asyncio.timeout(self._server.timeout):
+        try:
+            async with self._raising(), asyncio.timeout(self._server.timeout):
                 place = await self._transport()
                 self.client = await self._stack.enter_async_context(Client(place))  # type: ignore[arg-type]
-                if self._log is not None and (group := _group(self._log)) is not None:
-                    _orphans.adopt(group)
+        except EnvError:
+            await self._stack.aclose()  # what it has begun must not be lost between two calls
+            raise
+        if self._log is not None and (group := _group(self._log)) is not None:
+            _orphans.adopt(group)
 
     async def tools(self, names: Sequence[str] | None) -> list[dict[str, object]]:
         """Return the schemas of the server's tools, or of those that are named."""
         listed, cursor = [], None
-        with self._raising():
-            async with asyncio.timeout(self._server.timeout):
-                while True:
-                    page = await self.client.list_tools(cursor=cursor)
-                    listed += page.tools
-                    cursor = page.next_cursor
-                    if cursor is None:
-                        break
+        async with self._raising(), asyncio.timeout(self._server.timeout):
+            while True:
+                page = await self.client.list_tools(cursor=cursor)
+                listed += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
         schemas = {tool.name: function_schema(tool.name, tool.description, tool.input_schema) for tool in listed}
         missing = [name for name in names or () if name not in schemas]
         if missing:
@@ -108,7 +107,7 @@ class Connection:
         """Return what a call gives, for the policy."""
         from mcp import MCPError
 
-        with self._raising():
+        async with self._raising():
             try:
                 result = await self.client.call_tool(
                     call.name, dict(call.arguments), read_timeout_seconds=self._server.timeout
@@ -141,11 +140,17 @@ class Connection:
             return _started(command, self._server.environment, self._server.folder, self._log)
         return place
 
-    @contextlib.contextmanager
-    def _raising(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _raising(self) -> AsyncIterator[None]:
         try:
             yield
         except RlkitError:
+            raise
+        except asyncio.CancelledError as error:
+            try:  # the SDK cancels the task that opened a connection, where it is lost; leaving it says why
+                await self._stack.aclose()
+            except BaseException as cause:  # noqa: BLE001
+                raise self.in_our_terms(cause) from error
             raise
         except Exception as error:
             raise self.in_our_terms(error) from error
@@ -230,108 +235,6 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-_T = TypeVar("_T")
-
-
-@attrs.define(eq=False)
-class Sessions:
-    """A session that one or several episodes use: there from the first to the last of those that overlap."""
-
-    server: Server
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
-    _keeper: Keeper | None = attrs.field(default=None, init=False)
-
-    def enter(self) -> Keeper:
-        """Count one more user; the first opens the session, in the event loop that it runs in."""
-        with self._lock:
-            if self._keeper is None or self._keeper.over:
-                self._keeper = Keeper(self.server)
-            self._keeper.users += 1
-            return self._keeper
-
-    async def leave(self, keeper: Keeper) -> None:
-        """Count one less; the last closes the session."""
-        with self._lock:
-            keeper.users -= 1
-            last = keeper.users == 0
-            if last:
-                keeper.stop()
-                self._keeper = None if self._keeper is keeper else self._keeper
-        if last:
-            await wait_done(keeper.ended)
-
-
-class Keeper:
-    """The task that opens a session and closes it.
-
-    Others call: where a connection breaks, the SDK cancels the task that opened it, and no other.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self.users = 0
-        self.connection = Connection(server)
-        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._server = server
-        self._failure: BaseException | None = None
-        self._stopped = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._keep())
-
-    @property
-    def over(self) -> bool:
-        """Return whether it cannot be used any more."""
-        return self._stopped.is_set() or self._failure is not None or self.ended.done()
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-
-    async def opened(self) -> None:
-        """Wait until the session is open."""
-        await wait_done(self.ready)
-        self.ready.result()
-
-    async def run(self, work: Coroutine[object, object, _T]) -> _T:
-        """Return what ``work`` gives, which runs in the session's event loop; raise if the session ends before."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(work), self._loop))
-
-    async def _run(self, work: Coroutine[object, object, _T]) -> _T:
-        call = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((call, self._task), return_when=asyncio.FIRST_COMPLETED)
-            if call.done() and not call.cancelled():
-                return call.result()
-        except EnvError as error:
-            if not isinstance(error, EnvTimeout):
-                self._failure = error  # later episodes open another session
-            raise
-        finally:
-            call.cancel()
-        raise self._lost()
-
-    async def _keep(self) -> None:
-        try:
-            await self.connection.open()
-            self.ready.set_result(None)
-            await self._stopped.wait()
-        except BaseException as error:  # noqa: BLE001  # whoever waits is told, or nothing waits any more
-            self._failure = error
-        try:
-            await self.connection.close()
-        except BaseException as error:  # noqa: BLE001  # says more than the cancellation that it led to
-            self._failure = error
-        if not self.ready.done():
-            self.ready.set_exception(self._lost())
-        self.ended.set_result(None)
-
-    def _lost(self) -> Exception:
-        """Return why there is no session any more."""
-        if isinstance(self._failure, RlkitError):
-            return self._failure
-        cause = ConnectionError("the session was lost") if self._failure is None else self._failure
-        return self.connection.in_our_terms(cause)
-
-
 _FORMS = "a URL, a command as a list, a server or transport of the SDK, or a function of a row that returns one"
 
 
@@ -341,7 +244,6 @@ def mcp(
     reward: Callable[..., object],
     *,
     tools: Sequence[str] | None = None,
-    shared: bool = False,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     headers: Mapping[str, str] | None = None,
@@ -370,9 +272,6 @@ def mcp(
             names; and with ``calls``, the pairs (call, what it gave) of the episode, and ``client``, the SDK's open
             ``mcp.Client``, if it names these. May be ``async``.
         tools: names of those that the policy is offered; None: all.
-        shared: all episodes use one session with the server, which lasts from the first of them to the last that is
-            played at the same time. For tools that keep no state. False: each episode has a session, and a process, of
-            its own.
         env: variables for the command, besides HOME, PATH and the like; no others are passed on.
         cwd: where the command runs.
         headers: for the requests to a URL, such as ``{"Authorization": "Bearer ..."}``.
@@ -406,25 +305,6 @@ def mcp(
         listed = isinstance(tools, Sequence) and not isinstance(tools, str)
         _check.require(listed and all(isinstance(tool, str) for tool in tools), "tools", tools, "names of tools")
     rows = Rows("mcp", prompts, reward, split=split, offered={"calls": (), "client": None})
-    sessions = _sessions(server, env, cwd, headers, timeout, shared=_check.flag("shared", shared))
-
-    def make(index: int) -> _Env:
-        row = rows[index]
-        return _Env(sessions(row), row, reward, tools, turns)
-
-    return Tasks(make, len(rows), name=check_name("name", name), split=split, settings=settings)
-
-
-def _sessions(
-    server: object,
-    env: Mapping[str, str] | None,
-    cwd: str | os.PathLike[str] | None,
-    headers: Mapping[str, str] | None,
-    timeout: float,
-    *,
-    shared: bool,
-) -> Callable[[Row], Sessions]:
-    """Return a function of a row that gives the sessions of an episode: new ones, or those that all share."""
     at = functools.partial(
         Server,
         environment=None if env is None else dict(env),
@@ -432,14 +312,14 @@ def _sessions(
         headers=None if headers is None else dict(headers),
         timeout=_check.real("timeout", timeout, above=0.0),
     )
-    if callable(server):
-        _check.require(not shared, "shared", shared, "False, because each row has a separate server")
-        return lambda row: Sessions(at(server(row.every)))
-    _check_place(server, None if env is None else env.get("PATH"))
-    if shared:
-        common = Sessions(at(server))
-        return lambda row: common
-    return lambda row: Sessions(at(server))
+    if not callable(server):
+        _check_place(server, None if env is None else env.get("PATH"))
+
+    def make(index: int) -> _Env:
+        row = rows[index]
+        return _Env(at(server(row.every) if callable(server) else server), row, reward, tools, turns)
+
+    return Tasks(make, len(rows), name=check_name("name", name), split=split, settings=settings)
 
 
 def _check_place(server: object, path: str | None) -> None:
@@ -460,19 +340,19 @@ def _check_place(server: object, path: str | None) -> None:
 class _Env:
     """One question."""
 
-    _sessions: Sessions
+    _server: Server
     _row: Row
     _reward: Callable[..., object]
     _offered: Sequence[str] | None
     _turns: Turns
     tools: list[dict[str, object]] = attrs.field(factory=list, init=False)
-    _session: Keeper | None = attrs.field(default=None, init=False)
+    _connection: Connection | None = attrs.field(default=None, init=False)
     _calls: list[tuple[ToolCall, str]] = attrs.field(factory=list, init=False)
 
     async def reset(self, seed: int) -> Observation:  # noqa: ARG002  # the row says which question it is
-        session = self._session = self._sessions.enter()
-        await session.opened()
-        self.tools = await session.run(session.connection.tools(self._offered))
+        connection = self._connection = Connection(self._server)
+        await connection.open()
+        self.tools = await connection.tools(self._offered)
         return self._row.prompt
 
     async def step(self, action: Action) -> StepResult:
@@ -480,23 +360,22 @@ class _Env:
         return StepResult(result.observation, result.reward, result.terminated, info={**result.info, **self._row.info})
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await self._sessions.leave(session)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     async def _call(self, call: ToolCall) -> str:
-        session = self._open()
-        text = await session.run(session.connection.call(call))
+        text = await self._open().call(call)
         self._calls.append((call, text))
         return text
 
-    def _open(self) -> Keeper:
-        if self._session is None:
+    def _open(self) -> Connection:
+        if self._connection is None:
             raise EnvError("rlkit.envs.mcp: the environment is closed or was not reset")
-        return self._session
+        return self._connection
 
     async def _scored(self, answer: str) -> object:
-        offered = {"calls": tuple(self._calls), "client": self._open().connection.client}
+        offered = {"calls": tuple(self._calls), "client": self._open().client}
         fields = {
             key: offered.get(key, value) if key not in self._row.every else value
             for key, value in self._row.fields.items()

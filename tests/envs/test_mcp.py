@@ -203,28 +203,22 @@ def test_rewards_may_look_at_calls_and_ask_the_server():
     assert results[-1].reward == 4.0
 
 
-def test_each_episode_has_a_server_or_all_share_one():
-    async def several(shared):
-        tasks = mcp(SERVER, ROWS, right, shared=shared)
+def test_each_episode_has_a_server():
+    async def several():
+        tasks = mcp(SERVER, ROWS, right)
         turns = (tool("sell", fruit="pears"), tool("pid"))
         return [results for results, _ in await asyncio.gather(*(played(tasks, *turns) for _ in range(3)))]
 
-    alone = asyncio.run(several(False))
+    alone = asyncio.run(several())
     assert [sold for sold, _ in alone] == [["sold 1"]] * 3
-    together = asyncio.run(several(True))
-    assert sorted(sold[0] for sold, _ in together) == ["sold 1", "sold 2", "sold 3"]
     assert len({pid[0] for _, pid in alone}) == 3
-    assert len({pid[0] for _, pid in together}) == 1
-    for (pid,) in [pid for _, pid in alone + together]:
+    for _, (pid,) in alone:
         assert gone(pid)
-    again = asyncio.run(several(True))
-    assert sorted(sold[0] for sold, _ in again) == ["sold 1", "sold 2", "sold 3"], "another process"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_server_that_is_killed(shared, tmp_path):
+def test_a_server_that_is_killed(tmp_path):
     """The episode fails and says what the server said last; nothing that it started is left; the next is served."""
-    tasks = mcp(SERVER, ROWS, right, env={"CHILD": str(tmp_path / "child")}, shared=shared)
+    tasks = mcp(SERVER, ROWS, right, env={"CHILD": str(tmp_path / "child")})
     with pytest.raises(rlkit.EnvError, match=r"MCP server .*Connection closed.*out of memory") as caught:
         asyncio.run(played(tasks, tool("die")))
     assert not isinstance(caught.value, rlkit.EnvTimeout)
@@ -315,7 +309,6 @@ def test_tools_may_be_chosen():
         ({"server": ["no-such-command-4711"]}, "'no-such-command-4711' cannot be found"),
         ({"server": []}, "a command as a list"),
         ({"server": None}, "expected a URL"),
-        ({"server": lambda row: SERVER, "shared": True}, "shared"),
         ({"tools": "stock"}, "tools"),
         ({"timeout": 0}, "timeout"),
         ({"reward": lambda text, missing: 0.0}, "no field 'missing'"),
@@ -333,7 +326,7 @@ def test_headers_are_sent_and_not_shown(url):
     tasks = mcp(url, ROWS, right, headers={"Authorization": f"Bearer {secret}"})
     assert asyncio.run(played(tasks, tool("stock", fruit="pears")))[0] == [["5"]]
     env = tasks[0].make()
-    assert secret not in f"{tasks!r} {env!r} {env._sessions.server!r}"
+    assert secret not in f"{tasks!r} {env!r} {env._server!r}"
 
 
 def test_files_of_servers_are_closed():
