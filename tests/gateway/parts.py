@@ -15,7 +15,7 @@ from rlkit.gateway import Request, Sampling
 class Scripted:
     """A sampler whose i-th request is answered with the i-th text, or by a function of the prompt's text.
 
-    With ``stops`` the stop texts of a request end what is said.
+    With ``stops`` the stop texts and ids of a request end what is said.
     """
 
     def __init__(self, tokenizer, say, *, max_length=65536, version=3, stops=False):
@@ -39,8 +39,12 @@ class Scripted:
 
     def _sample(self, prompt, text, params, i):
         ids = np.append(self.tokenizer.encode(text, special=True), self.tokenizer.eos_ids[-1])
-        texts = [text for text in params.stop or () if self._stops and isinstance(text, str)]
-        ends = (k for k in range(1, ids.size) if any(text in self.tokenizer.decode(ids[:k]) for text in texts))
+        stops = params.stop if self._stops and params.stop else ()
+        texts = [text for text in stops if isinstance(text, str)]
+        stopped = (
+            ids[k - 1] in stops or any(x in self.tokenizer.decode(ids[:k]) for x in texts) for k in range(1, ids.size)
+        )
+        ends = (k for k, ended in enumerate(stopped, 1) if ended)
         ids = ids[: next(ends, ids.size)]
         stop = "stop" if ids.size <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]

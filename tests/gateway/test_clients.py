@@ -136,7 +136,7 @@ def test_what_a_sampler_would_draw_is_what_a_client_gets(sampler):
         assert (answer.status_code, "no such option" in answer.text) == (400, True)
 
 
-@for_each("stop", [None, "<|im_start|>b", "b"])
+@for_each("stop", [None, "<|im_start|>b", "b", "a"])
 def test_control_tokens_are_shown_on_request(stop):
     """All but the one that ended the completion, as vLLM has it; the ids are all of them anyway."""
     sampler = Scripted(rlkit.connect("toy").tokenizer, lambda _: "a<|im_start|>bc")

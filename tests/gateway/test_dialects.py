@@ -245,6 +245,7 @@ def test_answers_of_responses(ask, service):
     assert {name: getattr(got, name) for name in given} == given
     assert (got.usage.output_tokens, got.usage.output_tokens_details.reasoning_tokens) == (21, 0)
     assert got.usage.total_tokens == got.usage.input_tokens + 21
+    assert got.usage.input_tokens_details.to_dict() == {"cached_tokens": 0, "cache_write_tokens": 0}
     service.says = [Says("a", calls=[("add", {})])]
     assert [event.type.removeprefix("response.") for event in ask("items", tools=[TOOLS["items"]], stream=True)] == [
         *("created", "in_progress"),

@@ -13,12 +13,13 @@ pytest.importorskip("transformers")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 import rlkit
 from rlkit.chat import Chat
 from rlkit.gateway import Gateway, Sampling
 from rlkit.trajectory import datums
-from tests.chat.build import ADDED, SPECIAL, tokenizer
+from tests.chat.build import ADDED, CHATML, SPECIAL, tokenizer, trained, wrapped
 from tests.each import for_each
 from tests.gateway.parts import Scripted, ask, said, short, user
 from tests.properties import examples
@@ -172,6 +173,18 @@ def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, be
         assert session.metrics["rewritten"] == 0
         ask(session, [*messages, assistant(last.content), user("On")], sampling=short(1))
         assert len(session.branches) == 1
+
+
+def test_no_blank_is_put_between_a_turn_and_what_a_client_adds():
+    """Also by a tokenizer that puts one before the first word of a text."""
+    inner = trained(SPECIAL, ADDED)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    blank = wrapped(inner, {"eos_token": "<|im_end|>"}, CHATML, ["<|im_end|>"])
+    with Gateway(Scripted(blank, ["x</code>", "Done."], stops=True)) as gateway, gateway.session() as session:
+        for more in ([], [assistant("x</code>and more"), user("More")]):
+            ask(session, [user("Begin"), *more], sampling=STOPPED)
+        first, second = session.turns
+        assert blank.decode(second.sample.prompt[first.tokens.size :]).startswith("and more")
 
 
 def test_what_a_client_changed_in_a_turn_begins_anew():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.gateway._logprobs import decode_each, find_matched_stop
+from rlkit.gateway._logprobs import decode_each, find_matched_stop, to_json_logprob
 from rlkit.gateway._responses import count_reasoning
 from rlkit.gateway._types import Choice
 from rlkit.types import Sample
@@ -67,6 +67,10 @@ def test_what_ended_a_choice():
         (b"", "", ("x",), None),
     ):
         assert find_matched_stop(choice(list(tokens), text), BYTES, stops) == expected, (tokens, stops)
+
+
+def test_a_probability_of_zero_is_written_as_json():
+    assert [to_json_logprob(x) for x in (-np.inf, np.nan, -1e5, -1.5)] == [-9999.0, -9999.0, -9999.0, -1.5]
 
 
 def test_reasoning_is_counted_to_its_end():

@@ -180,6 +180,11 @@ def test_how_a_completion_is_sampled(api):
         assert read(api, seed=seed).requests[0].sampling.seed == seed % 2**64
 
 
+def test_variables_of_the_template_are_passed_on():
+    variables = {"enable_thinking": False}
+    assert read("chat", chat_template_kwargs=variables).requests[0].template == variables
+
+
 def test_stops():
     assert FakeService.tokenizer.eos_ids == (257,)
     for given, stop in (

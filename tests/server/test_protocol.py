@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
+import rlkit
 from rlkit.backends.toy import ToySampler
 from rlkit.server import Service, _app
 from rlkit.server._wire import read_datum
@@ -249,13 +250,13 @@ def test_refused(make):
     assert [x.operation for x in client.service.applied] == ["create_model"]
 
 
-def _make_sparse(shape, rows):
+def _make_sparse(shape, rows, columns=(0, 2)):
     def change(datum, tensor):
         tensor.ClearField("shape")
         tensor.shape.extend(shape)
         tensor.sparse_csr.values = np.array([4, 5], np.int64).tobytes()
         tensor.sparse_csr.crow_indices = np.array(rows, np.int64).tobytes()
-        tensor.sparse_csr.col_indices = np.array([0, 2], np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.array(columns, np.int64).tobytes()
 
     return change
 
@@ -273,6 +274,7 @@ BAD_DATUMS = [
     (_make_sparse([3, 3], [0, 2, 1, 2]), "indices do not fit"),
     (_make_sparse([2, 3], [0, 1]), "indices do not fit"),
     (_make_sparse([2, 2], [0, 1, 2]), "indices do not fit"),
+    (_make_sparse([2, 3], [0, 1, 2], [0, -1]), "indices do not fit"),
     (_make_sparse([2, 10**12], [0, 1, 2]), "bounded size"),
 ]
 
@@ -285,9 +287,10 @@ def test_bad_datums(client, model, change, message):
     assert (status, message in answer["detail"]) == (400, True), answer
 
 
-def test_a_key():
+def test_a_key(monkeypatch):
     """Without it no request is answered, and the answer does not show it; with it web pages still are not."""
-    with Service(names=["toy"], key="tml-secret-one") as service:
+    monkeypatch.setattr("rlkit.server._serve.Server", lambda service, *address: service)  # no socket
+    with rlkit.serve("toy", key="tml-secret-one") as service:
         Client(service, authorization="Bearer tml-secret-one")
         client = Client(service, **{"x-api-key": "tml-secret-one"})
         assert client.ask("GET", "healthz").json() == {"status": "ok"}

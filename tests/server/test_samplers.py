@@ -6,7 +6,6 @@ import functools
 import gc
 import threading
 
-import pytest
 import torch
 
 import rlkit
@@ -24,7 +23,13 @@ def draw(sampler):
 def live_bytes():
     """Return the bytes of all live tensors, counting shared memory once."""
     gc.collect()
-    return sum({x.data_ptr(): x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}.values())
+    return sum(
+        {
+            x.data_ptr(): x.nbytes
+            for x in gc.get_objects()
+            if issubclass(type(x), torch.Tensor) and x.layout is torch.strided
+        }.values()
+    )
 
 
 def test_saved_samplers(tiny, tmp_path):
@@ -60,34 +65,6 @@ def test_saved_samplers(tiny, tmp_path):
         assert len(scores) == 8  # each is its own step's policy
 
 
-def is_kept(fake):
-    return [s.snapshot is not None for s in fake.service.samplers.values()]
-
-
-def test_samplers_are_bounded():
-    """Those that were used longest ago are dropped, whoever made them; saved ones are loaded again, the base stays."""
-    with FakeTinker(max_samplers=3) as fake:
-        clients = [fake.service_client() for _ in range(2)]
-        training = clients[0].create_lora_training_client("toy").result()
-        base = clients[0].create_sampling_client(base_model="toy").result()
-        path = training.save_weights_for_sampler("a").result().path
-        named = clients[1].create_sampling_client(model_path=path).result()
-        reference = training.save_weights_and_get_sampling_client().result()
-        expected = draw(named)
-        draw(base)
-        others = []
-        for _ in range(5):
-            others.append(training.save_weights_and_get_sampling_client().result())
-            draw(reference)
-        assert len(fake.service.samplers) == 5  # three, and two that can be loaded again
-        assert sum(is_kept(fake)) == 4  # of them the base
-        assert draw(named) == expected
-        for sampler in (base, reference, others[-1]):
-            draw(sampler)
-        with pytest.raises(tinker.NotFoundError, match="was dropped.* save it under a name"):
-            draw(others[0])
-
-
 def test_backends_that_need_a_trainer_for_each(tmp_path):
     """It is made when its state is first sampled from, and as long as it is kept it is the only one."""
 
@@ -108,4 +85,4 @@ def test_backends_that_need_a_trainer_for_each(tmp_path):
             sampler = client.create_sampling_client(model_path=path).result()
             assert draw(sampler) == draw(sampler)
         assert len(made) == 2 + 7
-        assert is_kept(fake) == [False] * 3 + [True] * 4
+        assert [s.snapshot is not None for s in fake.service.samplers.values()] == [False] * 3 + [True] * 4

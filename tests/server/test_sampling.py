@@ -64,6 +64,30 @@ def test_snapshots_are_frozen(fake):
     assert named.get_base_model() == "toy"
 
 
+def test_samplers_are_bounded():
+    """Those that were used longest ago are dropped, whoever made them; saved ones are loaded again, the base stays."""
+    with FakeTinker(max_samplers=3) as fake:
+        clients = [fake.service_client() for _ in range(2)]
+        training = clients[0].create_lora_training_client("toy").result()
+        base = clients[0].create_sampling_client(base_model="toy").result()
+        path = training.save_weights_for_sampler("a").result().path
+        named = clients[1].create_sampling_client(model_path=path).result()
+        reference = training.save_weights_and_get_sampling_client().result()
+        expected = score(named)
+        score(base)
+        others = []
+        for _ in range(5):
+            others.append(training.save_weights_and_get_sampling_client().result())
+            score(reference)
+        assert len(fake.service.samplers) == 5  # three, and two that can be loaded again
+        assert sum(s.snapshot is not None for s in fake.service.samplers.values()) == 4  # of them the base
+        assert score(named) == expected
+        for sampler in (base, reference, others[-1]):
+            score(sampler)
+        with pytest.raises(tinker.NotFoundError, match="was dropped.* save it under a name"):
+            score(others[0])
+
+
 def test_full_context():
     """A prompt that fills the context can be scored, and nothing follows it; a longer one is refused."""
     with FakeTinker(models=functools.partial(rlkit.connect, "toy", max_length=8)) as fake:

@@ -60,7 +60,9 @@ def folders(folder):
 
 
 def read_index(folder):
-    return [item["path"] for item in json.loads((folder / "tinker.json").read_text())["states"]]
+    index = json.loads((folder / "tinker.json").read_text())
+    assert index["format"] == 3  # that later versions read
+    return [item["path"] for item in index["states"]]
 
 
 def test_names(client, monkeypatch):
@@ -226,13 +228,14 @@ def test_an_index_keeps_all_of_a_state(tmp_path):
     """As it was, the module names of an adapter among it."""
     lora, notes = rlkit.Lora(rank=4, target_modules=("q_proj",)), {"metadata": {"a": "b"}, "run_metadata": {"c": 1}}
     state = SavedState("tinker://r/weights/a", str(tmp_path), "toy", lora, 1.0, 1e12, **notes)
-    states = SavedStates(tmp_path, print)
+    folder = tmp_path / "new" / "folder"
+    states = SavedStates(folder, print)
     states.add(state)
     states.add(SavedState("tinker://r/weights/b", "tinker://x/weights/b", "toy", lora, 1.0))  # on a service, no path
     with pytest.raises(rlkit.CheckpointError, match="in use by another server"):
-        SavedStates(tmp_path, print)  # each would overwrite what the other knows
+        SavedStates(folder, print)  # each would overwrite what the other knows
     states.close()
-    found, _ = SavedStates(tmp_path, print).list()
+    found, _ = SavedStates(folder, print).list()
     assert attrs.asdict(found, recurse=False) == attrs.asdict(state, recurse=False)
 
 

@@ -53,7 +53,9 @@ def test_the_seam_is_replaced_and_put_back(monkeypatch):
         assert "Mock" not in type(other._client._transport).__name__
         given = httpx.AsyncClient()
         assert make(base_url=one.base_url, api_key="tml-x", http_client=given)._client is given
+        one.inject(Fault("500", times=None))  # which ends with the fake
     assert before == names()
+    assert one.requests[-1].endpoint == two.requests[-1].endpoint == "finish_session"
     moved = {**_faketinker._REPLACED, ("tinker.lib.internal_client_holder", "Moved"): print}
     monkeypatch.setattr(_faketinker, "_REPLACED", moved)
     with pytest.raises(rlkit.UnsupportedError, match=r"FakeTinker needs tinker .*Moved"), FakeTinker():
@@ -72,8 +74,9 @@ def test_mistakes_are_refused():
     for fault in ("503", None, Fault("503", "optimstep")):
         with pytest.raises(rlkit.ConfigError, match="Fault"):
             fake.inject(fault)
-    with pytest.raises(rlkit.ConfigError, match="latency"):
-        FakeTinker(latency={"retrieve_future": 0.1})
+    for latency in ({"retrieve_future": 0.1}, -0.1):
+        with pytest.raises(rlkit.ConfigError, match="latency"):
+            FakeTinker(latency=latency)
     status = {"kind": "500"}
     for wrong in (
         {"kind": "x"},
@@ -268,12 +271,25 @@ def test_a_paused_queue(caplog):
         assert [x.fault for x in fake.requests if x.operation == "sample"] == [fault, fault, fault, None]
 
 
-def test_a_slow_answer_beyond_the_clients_patience():
-    """Is a timeout, without the minutes that the client would wait."""
-    with FakeTinker(faults=[Fault("slow", "telemetry", seconds=600.0)]) as fake:
-        request = httpx.Request("POST", f"{fake.base_url}/api/v1/telemetry", extensions={"timeout": {"read": 0.05}})
-        with pytest.raises(httpx.ReadTimeout, match="a requested fault"):
-            asyncio.run(fake.respond(request))
+def test_what_arrives_in_place_of_an_answer():
+    """An answer beyond the client's patience is a timeout, without the minutes that the client would wait."""
+
+    def ask(fake, path="telemetry"):
+        more = {"headers": {"x-api-key": fake.api_key}, "extensions": {"timeout": {"read": 0.05}}}
+        return asyncio.run(fake.respond(httpx.Request("POST", f"{fake.base_url}/api/v1/{path}", **more)))
+
+    with FakeTinker() as fake:
+        for kind, error in (("slow", httpx.ReadTimeout), ("lost", httpx.ReadError)):
+            fake.inject(Fault(kind, "telemetry", seconds=600.0))
+            with pytest.raises(error, match="a requested fault") as caught:
+                ask(fake)
+            assert caught.value.request.url.host in fake.base_url
+        for kind, status, said in (("bad_json", 200, '{"request_id": '), ("paused", 408, "paused_capacity")):
+            fake.inject(Fault(kind, "telemetry", seconds=0.0))
+            answer = ask(fake)
+            assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
+            assert said in answer.text
+        assert ask(fake, "nothing").status_code == 404
 
 
 def test_an_operation_that_fails():

@@ -208,7 +208,7 @@ def test_whether_a_step_s_outcome_is_known():
         ),
         tinker.APIConnectionError(request=asked),
     ]
-    for status in (307, 400, 401, 404, 410, 422, 503):
+    for status in (307, 400, 401, 404, 410, 422, 429, 503):
         response, body = httpx.Response(status, request=asked), {"detail": "refused"}
         errors.append(tinker.APIStatusError("refused", response=response, body=body))
     for error in errors:
@@ -217,6 +217,7 @@ def test_whether_a_step_s_outcome_is_known():
         assert found.__cause__ is error
         assert ("resume_from=" in str(found)) is (error is not errors[0])
         assert type(_failures.translate_error("forward_backward", error)) is rlkit.BackendError
+        assert ("rate limit" in str(found)) is (getattr(error, "status_code", None) == 429)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +247,12 @@ def test_a_run_goes_on_from_its_last_saved_state(fake):
         stepping(policy).result()
         expected = policy.forward(DATA).result().logprobs[0].tolist()
     with connect(fake) as policy:
-        first = policy.save("first").result()
+        first, weights = policy.save("first").result(), policy.save("weights", optimizer=False).result()
         fake.inject(Fault("410", "retrieve_future", when="after", operation="optim_step"))
         with pytest.raises(rlkit.StepOutcomeUnknown):
             stepping(policy).result()
+    with pytest.raises(rlkit.CheckpointError, match="without its optimizer"):
+        connect(fake, resume_from=weights)
     with connect(fake, resume_from=first) as policy:
         stepping(policy).result()
         assert policy.forward(DATA).result().logprobs[0].tolist() == expected
@@ -309,6 +312,7 @@ def test_a_service_that_does_not_answer_at_first(fake):
     fake.heal()
     for thread in threading.enumerate():
         if thread.name == "rlkit-tinker-connect":
+            assert thread.daemon  # it keeps no program from ending
             thread.join(30)
             assert not thread.is_alive()
 
@@ -326,6 +330,10 @@ def test_what_a_service_in_trouble_would_have_said_is_not_guessed(fake, policy):
         with pytest.raises(rlkit.BackendError, match=match):
             connect(fake, **{"deadline": 5.0, **options})
         fake.heal()
+    for status in ("400", "404", "422"):  # it looked at the request, and found it wrong
+        fake.inject(Fault(status, "create_model"))
+        with pytest.raises(rlkit.ConfigError, match=rf"\({status}\)"):
+            connect(fake)
 
 
 # A mistake in a loss that runs here.
@@ -412,6 +420,23 @@ def test_a_fork_is_refused(policy, monkeypatch):
                 call()
         patch.setattr(policy._calls, "_last", concurrent.futures.Future())  # as of a call that is not done
         policy._calls.close()
+
+
+def test_a_call_that_cannot_be_sent(fake, policy, monkeypatch):
+    """Changes nothing, and the step after it is not sent either; later calls are accepted."""
+
+    def fail(*args):
+        raise OSError("out of files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.training_client, "forward_backward", fail)
+        failed, step = policy.forward_backward(DATA, "cross_entropy"), policy.optim_step(STEP)
+    for future, error in ((step, rlkit.TrainerFailed), (failed, OSError)):
+        with pytest.raises(error, match="out of files"):
+            future.result()
+    assert fake.count("optim_step") == 0
+    stepping(policy).result()
+    assert fake.count("optim_step") == policy.version == 1
 
 
 def test_an_interrupted_call_ends_the_policy(policy, monkeypatch):

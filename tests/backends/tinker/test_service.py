@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,14 +34,20 @@ def wait_until(condition):
 
 
 class TestConnecting:
-    def test_nothing_listens(self):
-        """An address of this machine without a server is answered within seconds, by name."""
+    def test_nothing_listens(self, monkeypatch):
+        """An address of this machine without a server is answered within seconds, by name; ports have defaults."""
         start = time.monotonic()
         with refusing_port() as port:
             for address in (f"http://127.0.0.1:{port}", f"http://localhost:{port}"):
                 with pytest.raises(rlkit.BackendError, match=f"no answer from {address} .*is the server running"):
                     rlkit.connect("tinker", model="toy", base_url=address)
         assert time.monotonic() - start < 60  # the SDK alone would wait for minutes
+        tried = mock.Mock(side_effect=ConnectionRefusedError)
+        monkeypatch.setattr("socket.create_connection", tried)
+        for address in ("http://127.0.0.1", "https://localhost"):
+            with pytest.raises(rlkit.BackendError, match="is the server running"):
+                rlkit.connect("tinker", model="toy", base_url=address)
+        assert [call.args[0] for call in tried.call_args_list] == [("127.0.0.1", 80), ("localhost", 443)]
 
     def test_options_reach_the_policy(self, fake, policy, tiny):
         assert policy.max_length == 1024
