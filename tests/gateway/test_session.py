@@ -253,6 +253,12 @@ def test_limits(open_session):
         assert (session.ended, trajectory.ended, trajectory.truncated) == (ended, ended, True)
         session.refuse()  # what is not valid is counted, too
         assert (session.metrics["refused"], session.metrics["requests"]) == (2, turns + 2)
+    usage = Usage(Limits(at_once=1))
+    with usage.request(1):
+        error = refused(usage.request(1).__enter__)
+        assert (error.status, error.retry_after, usage.ended) == (429, 1.0, "")
+    with usage.request(1):
+        assert usage.counts["requests"] == 3
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on(open_session):
@@ -301,15 +307,6 @@ def test_closing_waits_for_no_template(monkeypatch):
         if thread.name.startswith("rlkit-gateway-work"):
             thread.join(LONG)
     assert len(began) == most
-
-
-def test_at_once():
-    usage = Usage(Limits(at_once=1))
-    with usage.request(1):
-        error = refused(usage.request(1).__enter__)
-        assert (error.status, error.retry_after, usage.ended) == (429, 1.0, "")
-    with usage.request(1):
-        assert usage.counts["requests"] == 3
 
 
 @for_each(("n", "at_once"), [(8, 1), (1, 8), (3, 3)])
