@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from rlkit.gateway._app import Server
+from rlkit.gateway._app import Server, dump_json
 from tests.each import for_each
 from tests.gateway.conftest import HI
 from tests.gateway.fake import Says
@@ -305,13 +305,15 @@ def test_answers_of_messages(ask, http, service):
 
 
 def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(ask, service):
-    """JSON can name it, and UTF-8 cannot have it."""
+    """JSON can name it, and UTF-8 cannot have it. A number that JSON does not have is never written."""
     service.says = [Says(calls=[("add", {"x": "\ud800é"})])]
     (choice,) = ask("chat", tools=[TOOLS["chat"]]).choices
     _, delta, _ = (chunk.choices[0].delta for chunk in ask("chat", tools=[TOOLS["chat"]], stream=True))
     for call in (*choice.message.tool_calls, *delta.tool_calls):
         assert call.function.arguments == '{"x": "\\ud800\\u00e9"}'
     assert ask("claude", tools=[TOOLS["claude"]]).content[0].input == {"x": "\ud800é"}
+    with pytest.raises(ValueError, match="JSON compliant"):
+        dump_json({"x": float("nan")})
 
 
 def test_the_tool_runner_sends_all_messages_where_threads_are_not_kept(service):
