@@ -34,6 +34,8 @@ Handlers: TypeAlias = Mapping[type[Exception], Callable[[Request, Any], Awaitabl
 _HEAD_LIMIT = 64 * 2**10
 _CONNECTIONS = 4096  # at a time, and fewer where a process may not have as many files open
 _OTHER_FILES = 128  # open files of a process that are no connections
+_WAITING = 1024  # connections that wait to be accepted
+_AT_ONCE = 16  # and are accepted before others are ended to make room for them
 _FIRST = 20.0  # seconds that a connection lasts on which no client was let in
 _BODY = 120.0  # seconds for the rest of a request of a client that was let in
 _IDLE = 120.0  # and until the next one
@@ -144,7 +146,7 @@ class WebServer(Resource):
     def __init__(self, app: ASGIApp, host: str, port: int, *, name: str, patience: int) -> None:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
+            self._socket = socket.create_server((host, port), family=family, backlog=_WAITING)
         except OSError as error:
             raise BackendError(f"{name}: cannot listen on {host}:{port}: {error}") from error
         address = self._socket.getsockname()
@@ -161,10 +163,11 @@ class WebServer(Resource):
             access_log=False,
             server_header=False,
             h11_max_incomplete_event_size=_HEAD_LIMIT,
+            backlog=_AT_ONCE,
             timeout_keep_alive=math.ceil(_IDLE),
             timeout_graceful_shutdown=patience + _CANCELLED,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Listener(config)
         self._thread = threading.Thread(target=self._run, name=f"rlkit-{name}", daemon=True)
         self._thread.start()
 
@@ -190,6 +193,15 @@ class WebServer(Resource):
         await self._server.serve(sockets=[self._socket])
 
 
+class _Listener(uvicorn.Server):
+    """Listens with a long backlog; asyncio has the number for that, and for how many it accepts in a row."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_WAITING)
+
+
 def _most_connections() -> int:
     """Return how many connections there may be: fewer if this process may not have as many files open; at least 16."""
     try:
@@ -206,19 +218,19 @@ class Connections:
     def __init__(self, most: int, patience: float) -> None:
         self.most, self.patience = most, patience
         self.closed = False
-        self.let_in: set[_Connection] = set()
+        self.clients: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # the oldest first
 
     def add(self, connection: _Connection) -> None:
         """Add a stranger. If the limit is reached, close the oldest one: a client with a key shows it at once."""
         self.strangers[connection] = None
-        while len(self.strangers) > 1 and len(self.strangers) + len(self.let_in) > self.most:
+        while len(self.strangers) > 1 and len(self.strangers) + len(self.clients) > self.most:
             (oldest := next(iter(self.strangers))).end()
             del self.strangers[oldest]
 
     def remove(self, connection: _Connection) -> None:
         self.strangers.pop(connection, None)
-        self.let_in.discard(connection)
+        self.clients.discard(connection)
 
 
 class _Connection(H11Protocol):
@@ -229,6 +241,7 @@ class _Connection(H11Protocol):
         self._all, self._service = connections, self.app
         self.app = self._serve
         self._limit: asyncio.TimerHandle | None = None
+        self._answering: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # TCP has these alone
         super().connection_made(transport)
@@ -246,11 +259,11 @@ class _Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self in self._all.let_in and not self.cycle.more_body and not self.cycle.response_complete:
+        if self in self._all.clients and not self.cycle.more_body and not self.cycle.response_complete:
             self._end_in(None)  # an answer takes as long as it takes
 
     def on_response_complete(self) -> None:
-        if self in self._all.let_in:
+        if self in self._all.clients:
             self._end_in(_IDLE)
         super().on_response_complete()
 
@@ -259,23 +272,30 @@ class _Connection(H11Protocol):
         self._end_in(self._all.patience)
 
     def end(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once; as the server closes, what is being answered ends with it."""
         self._end_in(None)
         self.transport.abort()
+        if self._all.closed and self._answering is not None:
+            self._answering.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, closing = self._service, {"connection": "close"}
         if self._all.closed:
             answer = PlainTextResponse("this server is closing", 503, closing)
-        elif self not in self._all.let_in and len(self._all.let_in) >= self._all.most:
+        elif self not in self._all.clients and len(self._all.clients) >= self._all.most:
             answer = PlainTextResponse(f"this server has {self._all.most} connections already", 503, closing)
-        await answer({**scope, _LET_IN: self._let_in}, receive, send)
+        self._answering = asyncio.current_task()
+        try:
+            await answer({**scope, _LET_IN: self._let_in}, receive, send)
+        except asyncio.CancelledError:
+            if not self._all.closed:
+                raise
 
     def _let_in(self) -> None:
         if self in self._all.strangers:
             del self._all.strangers[self]
-            self._all.let_in.add(self)
-        if self in self._all.let_in:
+            self._all.clients.add(self)
+        if self in self._all.clients:
             self._end_in(_BODY if self.cycle.more_body else None)
 
     def _end_in(self, seconds: float | None) -> None:

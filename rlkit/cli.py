@@ -300,7 +300,7 @@ def _add_serve(add: _Add) -> None:
     add("--tokenizer", help="the name by which clients load the tokenizer (default: the place it was loaded from)")
     text = "an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.serve, such as idle=7200"
     _add_assignments(add, "--option", text)
-    add("--seed", type=int, help="seed of session ids and of samples without a seed")
+    add("--seed", type=int, help="seed of samples without a seed")
     _add_checkpoint(add)
 
 
@@ -363,11 +363,14 @@ def _serve_openai(options: argparse.Namespace, key: str | None, more: dict[str, 
 
 
 def _wait_for_signal() -> None:
-    """Wait for SIGINT or SIGTERM."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Wait for SIGINT or SIGTERM; a second one ends the program at once."""
+    stop, numbers = threading.Event(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    print("closing, once what was begun is done; a second signal ends it at once", flush=True)
 
 
 def _add_report(add: _Add) -> None:

@@ -175,7 +175,8 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
         seed: seed of the bootstrap.
 
     Returns:
-        Wilson's interval if each task has one reward and all are 0 or 1, else the percentile bootstrap over tasks.
+        Wilson's interval where the rewards are all 0 or 1, and each task has one, or all tasks the same mean; else the
+        percentile bootstrap over tasks. NaN for one task with other rewards: nothing tells how far tasks differ.
 
     >>> interval([np.array([1.0])] * 8 + [np.array([0.0])] * 2)  # 8 of 10
     (0.4901..., 0.9433...)
@@ -183,15 +184,18 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
     Source: E. B. Wilson, JASA 22 (1927), 209-212; B. Efron, Annals of Statistics 7 (1979), 1-26.
     """
     means = np.array([row.mean() for row in rows])
-    if all(row.size == 1 for row in rows) and np.isin(means, (0.0, 1.0)).all():
-        return _wilson(int(means.sum()), means.size, level)
+    equal = bool((means == means[0]).all())  # so that a bootstrap has the width 0, however few tasks there are
+    if (equal or all(row.size == 1 for row in rows)) and all(np.isin(row, (0.0, 1.0)).all() for row in rows):
+        return _wilson(float(means.sum()), means.size, level)
+    if means.size == 1:
+        return math.nan, math.nan
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(means.size,)))
     draws = np.concatenate([means[rng.integers(0, means.size, (100, means.size))].mean(1) for _ in range(100)])
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
-def _wilson(right: int, count: int, level: float) -> tuple[float, float]:
+def _wilson(right: float, count: int, level: float) -> tuple[float, float]:
     z = NormalDist().inv_cdf((1 + level) / 2)
     share, scale = right / count, 1 + z * z / count
     centre = (share + z * z / (2 * count)) / scale

@@ -89,6 +89,15 @@ def test_wilson():
             assert (low == 0.0, high == 1.0) == (right == 0, right == count)
 
 
+def test_equal_tasks_leave_doubt():
+    """A bootstrap of them has the width 0, however few they are."""
+    once = [np.array([0.0])] * 4
+    assert interval([np.array([0.0, 0.0])] * 4) == interval(once) == (0.0, pytest.approx(0.4899, abs=5e-5))
+    low, high = interval([np.array([1.0, 0.0])])  # one task: half of one success
+    assert (low + high, high - low > 0.8) == (pytest.approx(1.0), True)
+    assert np.isnan(interval([np.array([0.3, 0.7])])).all()
+
+
 def test_bootstrap_is_the_normal_interval_of_many_tasks():
     """Half its width is 1.96 standard errors over tasks, however many episodes each has."""
     rng = np.random.default_rng(0)

@@ -7,6 +7,8 @@ import contextlib
 import http.client
 import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.parse
@@ -206,7 +208,7 @@ def test_strangers_are_closed_in_time(open_server, app, monkeypatch):
     server = open_server()
     status, known = ask_with_key(server)
     assert status == 200
-    (connection,) = server.connections.let_in
+    (connection,) = server.connections.clients
     accepted = connection.transport.get_extra_info("socket")  # no body waits until its head is acknowledged
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     monkeypatch.setattr("rlkit._web._BODY", 0.2)
@@ -231,15 +233,15 @@ def test_clients_with_the_key_come_first(open_server, monkeypatch):
         silent = [connect(server, half) for half in halves]
         status, known = ask_with_key(server)
         assert status == 200
-        assert len(server.connections.strangers) + len(server.connections.let_in) <= 16
+        assert len(server.connections.strangers) + len(server.connections.clients) <= 16
         for connection in (*silent, known):
             connection.close()
-        until(lambda: not server.connections.strangers and not server.connections.let_in)
+        until(lambda: not server.connections.strangers and not server.connections.clients)
     known = [ask_with_key(server)[1] for _ in range(16)]
     silent = [connect(server) for _ in range(5)]
     assert ask_with_key(server)[0] == 503
     known.pop().close()
-    until(lambda: len(server.connections.let_in) == 15)
+    until(lambda: len(server.connections.clients) == 15)
     status, connection = ask_with_key(server)
     assert status == 200
     for each in (connection, *known, *silent):
@@ -252,7 +254,27 @@ def test_connections_leave_room_for_open_files(monkeypatch):
         assert _most_connections() == most
 
 
-def test_closing_ends_every_connection(open_server, app):
+def test_a_burst_of_connections_is_no_error():
+    """More than the files that the process may have open: it accepts a few, ends others, and so on."""
+    program = """import resource, time; from rlkit._web import WebServer, Guard
+from starlette.responses import Response
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+app = Guard(Response("ok"), admit=lambda request: True, handlers={}, body_limit=9, own_host=True)
+print(WebServer(app, "127.0.0.1", 0, name="test", patience=1).url, flush=True); time.sleep(600)"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process, contextlib.ExitStack() as stack:
+        url = process.stdout.readline().strip()
+        address = urllib.parse.urlsplit(url)
+        for _ in range(500):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((address.hostname, address.port))
+        answer = httpx.get(url, timeout=60).text
+        process.kill()
+        assert (answer, process.stderr.read()) == ("ok", "")
+
+
+def test_closing_ends_every_connection(open_server, app, caplog):
     """Also one that is just arriving, and one whose answer does not come; it may be done twice. A port may be taken."""
     before = set(threading.enumerate())
     server = open_server()
@@ -265,6 +287,7 @@ def test_closing_ends_every_connection(open_server, app):
     server.close()
     server.close()
     assert time.monotonic() - start < 8  # its patience is 1 s
+    assert caplog.text == ""
     assert all(is_ended(connection) for connection in (*silent, known.sock, waiting))
     with pytest.raises(ConnectionError):
         connect(server)

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from starlette.applications import Starlette
@@ -23,16 +23,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlkit._runtime import VERSION, is_loopback
 from rlkit._web import Guard, WebServer, find_key
 from rlkit.backends.tokenizers import source_of
+from rlkit.chat.messages import check_depth
+from rlkit.errors import DataError
 from rlkit.gateway import _anthropic, _chat, _completions, _requests, _responses
 from rlkit.gateway._requests import Call, Posted
 from rlkit.gateway._session import Session
 from rlkit.gateway._types import Event, GatewayError, Json, Reply
+from rlkit.tools._reading import finite
 
 if TYPE_CHECKING:
     from rlkit.gateway._gateway import Gateway
@@ -82,7 +85,7 @@ def create_app(gateway: Gateway, *, loopback: bool = True, body_limit: int = 64 
     def admit(request: HttpRequest) -> bool:
         if _OPEN.fullmatch(request.url.path):
             return False
-        named = re.match(r"/s/([^/]*)/", request.url.path)
+        named = re.match(r"/s/([^/]*)(?:/|$)", request.url.path)
         request.state.session = gateway.admit(named and named[1], find_key(request.headers))
         return True
 
@@ -98,7 +101,8 @@ def create_app(gateway: Gateway, *, loopback: bool = True, body_limit: int = 64 
         GatewayError: _write_failure,
         HTTPException: _refuse,
     }
-    app = Starlette(routes=[Mount("/s/{session}", routes=routes), *routes], exception_handlers=handlers)
+    of_session = Mount("/s/{session}", Router(routes, redirect_slashes=False))
+    app = Starlette(routes=[of_session, *routes], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, admit=admit, handlers=handlers, body_limit=body_limit, own_host=loopback)
 
@@ -117,8 +121,8 @@ class _Endpoint:
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         with _bugs_as_errors():
-            body = self.api.write(call, await _sample_all(call))
-        await _respond(200, body)(scope, receive, send)
+            response = _respond(200, self.api.write(call, await _sample_all(call)))
+        await response(scope, receive, send)
 
     async def _stream(self, call: Call, send: Send) -> None:
         async with contextlib.aclosing(self._chunks(call)) as chunks:
@@ -184,7 +188,8 @@ async def _read_call(request: HttpRequest, posted: type[Posted]) -> Call:
     try:
         raw = await request.body()
         value = await asyncio.to_thread(parse_object, raw) if len(raw) > _LARGE else parse_object(raw)
-        return _requests.read_posted(posted, value, session)
+        with _bugs_as_errors():
+            return _requests.read_posted(posted, value, session)
     except (GatewayError, HTTPException):
         session.refuse()
         raise
@@ -193,7 +198,7 @@ async def _read_call(request: HttpRequest, posted: type[Posted]) -> Call:
 def parse_object(raw: bytes) -> Mapping[str, object]:
     """Return the JSON object of a request. Raises GatewayError."""
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
+        value = json.loads(raw, parse_float=finite, parse_constant=finite)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except UnicodeEncodeError as error:
@@ -204,11 +209,11 @@ def parse_object(raw: bytes) -> Mapping[str, object]:
         raise GatewayError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise GatewayError(400, f"the body is a JSON {type(value).__name__}; expected an object")
+    try:
+        check_depth(value, "the body")
+    except DataError as error:
+        raise GatewayError(400, str(error)) from None
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 @contextlib.contextmanager

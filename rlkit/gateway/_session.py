@@ -21,7 +21,7 @@ from rlkit._interaction import Message
 from rlkit._runtime import Resource
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.chat import Chat
-from rlkit.errors import DataError, UnsupportedError
+from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.gateway._choices import read_choice
 from rlkit.gateway._limits import Limits, Usage
@@ -295,6 +295,8 @@ class Session(Resource):
                     params = attrs.evolve(wanted, max_tokens=share)
                     ask = self._given or self._ask_sampler
                     samples = await ask(prompt.tokens, params, request.n, seed)
+                    if self._given:
+                        _check_samples(samples, prompt.tokens, request.n, self.tokenizer.vocab_size)
                     self._count(samples, cut=share < wanted.max_tokens)
                     return samples
         except (DataError, GatewayError):
@@ -356,6 +358,18 @@ class Session(Resource):
         """End the session: later requests are refused. Its samples stay."""
         self._usage.closed = True
         self._gateway.forget(self)
+
+
+def _check_samples(samples: Sequence[Sample], prompt: np.ndarray, n: int, vocab_size: int) -> None:
+    """Raise BackendError unless a user's function gave what a sampler gives."""
+    if len(samples) != n or not all(isinstance(each, Sample) for each in samples):
+        raise BackendError("session(ask)", f"returned {_check.describe(samples)}", f"{n} samples")
+    for i, sample in enumerate(samples):
+        if not np.array_equal(sample.prompt, prompt):
+            raise BackendError(f"session(ask): sample {i} has another prompt than the one that was asked for")
+        if sample.tokens.max(initial=0) >= vocab_size:
+            what = f"sample {i} has the token {sample.tokens.max()}"
+            raise BackendError("session(ask)", what, f"ids below {vocab_size}")
 
 
 def sampling_params(chat: Chat, asked: Sampling, own: SamplingParams | None, room: int) -> SamplingParams:

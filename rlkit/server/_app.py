@@ -6,10 +6,13 @@ request that arrives twice, because its first answer was lost, is carried out on
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import functools
 import logging
+import secrets
 import time
-from collections import deque
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,13 +38,12 @@ from rlkit.server import _sampling, _saved, _training
 from rlkit.server._models import Models, toy_models
 from rlkit.server._wire import answer, read, read_turn
 
-__all__ = ["Accepted", "AppliedOperation", "ClientSession", "Endpoint", "Job", "Key", "Service"]
+__all__ = ["Accepted", "ClientSession", "Endpoint", "Job", "Key", "Service"]
 
 _log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
 _KEPT = 512  # results that were read and are kept for a client that did not get them
 _LIMIT = 20_000  # requests that are kept in all
-_APPLIED = 100_000  # operations that are remembered
 _BODY_LIMIT = 256 * 2**20
 _CLOSING = {"connection": "close"}  # for requests that the SDK sends on separate connections, which it forgets
 _DEDUPLICATES = {"x-rlkit-deduplicates": "1"}  # tells rlkit's own client that a call sent twice is carried out once
@@ -49,23 +51,6 @@ _DEDUPLICATES = {"x-rlkit-deduplicates": "1"}  # tells rlkit's own client that a
 Endpoint: TypeAlias = "Callable[[Service, Request], Awaitable[Response]]"
 Job: TypeAlias = Callable[[], Response]
 Key: TypeAlias = tuple[str, int | None]  # of a request: the model or sampling session, and the client's number of it
-
-
-@attrs.frozen
-class AppliedOperation:
-    """An operation that was actually carried out.
-
-    Attributes:
-        operation: "forward", "forward_backward", "optim_step", "save_weights", "sample", ...
-        model_id: of which model, or the sampling session of a "sample".
-        seq_id: the client's number of the request; 0 for one that made the model.
-        time: when it was carried out (monotonic).
-    """
-
-    operation: str
-    model_id: str
-    seq_id: int | None
-    time: float = attrs.field(factory=time.monotonic)
 
 
 @attrs.define(eq=False)
@@ -88,7 +73,7 @@ class Accepted:
         operation: such as "optim_step".
         more: what the answer to the request itself has besides that id.
         job: computes the response.
-        applied: records what was carried out.
+        done: called with it once it was carried out.
         future: set to the response, or to the exception, once it was carried out.
         waits_for: the seq_id that has to come first, while it has not.
         since: when it was accepted (monotonic).
@@ -99,7 +84,7 @@ class Accepted:
     operation: str
     more: Mapping[str, object]
     job: Job
-    applied: deque[AppliedOperation]
+    done: Callable[[Accepted], None]
     future: concurrent.futures.Future[Response] = attrs.field(factory=concurrent.futures.Future)
     waits_for: int | None = None
     since: float = attrs.field(factory=time.monotonic)
@@ -109,7 +94,7 @@ class Accepted:
         if self.future.set_running_or_notify_cancel():
             try:
                 result = self.job()
-                self.applied.append(AppliedOperation(self.operation, *self.key))
+                self.done(self)
                 self.future.set_result(result)
             except BaseException as error:  # noqa: BLE001  # the reader of the result gets it
                 self.future.set_exception(error)
@@ -165,7 +150,7 @@ class Service(Resource):
         models: a function that makes a backend for each client, as ``serve`` takes it, or ``Models``; None: the toy.
         names: base models that clients may name; all of them mean the one of ``models``.
         key: the API key that clients must send; None accepts every client of this machine.
-        seed: of session ids and of samples without a seed; None for a fresh one.
+        seed: of samples without a seed; None for a fresh one.
         folder: where the list of saved states is kept, so that a later service knows them; None: nowhere.
         tokenizer_id: what clients load the tokenizer by; None: the source of the model's.
         config: flags of the answer to ``client/config``.
@@ -212,7 +197,6 @@ class Service(Resource):
         self.samplers: dict[str, _sampling.SamplerSession] = {}  # the last used is last
         self.saved = _saved.SavedStates(folder, made.delete)
         self.results = Results()
-        self.applied: deque[AppliedOperation] = deque(maxlen=_APPLIED)
         self.pool = concurrent.futures.ThreadPoolExecutor(64, "rlkit-serve-sample")
         self._seed = resolve_seed(seed)
         tables = (_ENDPOINTS, _training.ENDPOINTS, _sampling.ENDPOINTS, _saved.ENDPOINTS)
@@ -273,11 +257,18 @@ class Service(Resource):
         """
         accepted = self.results.find_repeat(key) if self.dedupe else None
         if accepted is None:
-            accepted = self.results.add(key, operation, more, prepare(), self.applied)
+            accepted = self.results.add(key, operation, more, prepare(), self.note)
             start(accepted)
         elif accepted.operation != operation:
             raise DataError(f"{operation}: seq_id {key[1]} already belongs to a {accepted.operation}")
         return JSONResponse({"request_id": accepted.request_id, **accepted.more})
+
+    def note(self, accepted: Accepted) -> None:
+        """Take note of a request that was carried out; called in its thread."""
+
+    def new_session_id(self) -> str:
+        """Return an id that no client has: one of an earlier server may still be asking."""
+        return secrets.token_hex(8)
 
     def find_session(self, session_id: str) -> ClientSession:
         """Return the session of that id. Raises HTTPException: 404, it is unknown; 410, it was finished."""
@@ -368,17 +359,23 @@ async def capabilities(service: Service, request: Request) -> Response:
 
 
 async def create_session(service: Service, request: Request) -> Response:
-    """Begin a session, and end those whose clients have disappeared."""
+    """Begin a session, which ends when its client has disappeared."""
     await read(request, types.CreateSessionRequest)
-    for session in list(service.sessions.values()):
-        if not session.finished and time.monotonic() - session.last_seen > service.idle:
+    session = ClientSession(service.new_session_id(), len(service.sessions))
+    service.sessions[session.session_id] = session
+    _end_when_silent(weakref.ref(service), session)
+    return answer(types.CreateSessionResponse(session_id=session.session_id))
+
+
+def _end_when_silent(found: weakref.ref[Service], session: ClientSession) -> None:
+    service = found()
+    if service is not None and not session.finished:
+        left = session.last_seen + service.idle - time.monotonic()
+        if left <= 0:
             service.finish_session(session)
-    taken = {*service.sessions, *(state.run.partition(":train:")[0] for state in service.saved.list())}
-    number = len(service.sessions)
-    while (session_id := f"{service.derive_seed(0, number):016x}") in taken:
-        number += 1
-    service.sessions[session_id] = ClientSession(session_id, number)
-    return answer(types.CreateSessionResponse(session_id=session_id))
+        else:
+            again = functools.partial(_end_when_silent, found, session)
+            asyncio.get_running_loop().call_later(left, again)
 
 
 async def session_heartbeat(service: Service, request: Request) -> Response:

@@ -159,7 +159,7 @@ async def asample(service: Service, request: Request) -> Response:
         def job() -> Response:
             snapshot = sampler.open()
             _drop_others(service)
-            return _answer(call, snapshot.sampler, prompt, params, seed, targets)
+            return _sample(call, snapshot.sampler, prompt, params, seed, targets)
 
         return job
 
@@ -205,7 +205,7 @@ def _read_targets(tensor: types.TensorData | None, size: int) -> np.ndarray | No
     return np.concatenate([np.full((1, shape[1]), -1), values.reshape(shape)])
 
 
-def _answer(
+def _sample(
     call: types.SampleRequest,
     sampler: Sampler,
     prompt: np.ndarray,

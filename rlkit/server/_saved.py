@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import logging
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,7 @@ class SavedStates:
     """All saved states of a service.
 
     A state that is deleted or expired is first deleted, then removed from the index. After a crash in between, the next
-    service on the folder finds nothing there, and drops the entry.
+    service on the folder finds nothing there, and drops the entry; it also removes what was left of unfinished saves.
 
     Args:
         folder: where the index is kept, so that another service on the same folder knows them; None: in memory. With
@@ -102,6 +103,8 @@ class SavedStates:
             raise
 
     def _read(self) -> None:
+        for rest in self._index.parent.glob(".*.partial") if self._index else ():
+            shutil.rmtree(rest, ignore_errors=True)
         if (index := self._index) is not None and index.exists():
             states = _read_index(index)
             self._all = {x.path: x for x in states if "://" in x.handle or Path(x.handle).exists()}

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDPOINTS", "RequestOrder", "TrainingRun"]
 
-_ARCH = "rlkit"  # identifies the server to rlkit's own clients
 _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
 
 
@@ -183,6 +182,7 @@ async def load_weights(service: Service, request: Request) -> Response:
 
     def job(run: TrainingRun) -> Response:
         old, run.model = run.model, service.models.load(state.handle, optimizer=call.optimizer)
+        run.lora = state.lora
         if old is not None:
             old.close()
         return answer(types.LoadWeightsResponse(path=state.path, model_id=run.model_id, type="load_weights"))
@@ -190,13 +190,13 @@ async def load_weights(service: Service, request: Request) -> Response:
     if call.model_id is None:
         return _start_run(service, call, call.base_model or state.base_model, state.lora, job)
     run = _find_run(service, call.model_id)
-    return _accept(service, run, call, lambda: functools.partial(job, run))
+    return _accept_in_order(service, run, call, lambda: functools.partial(job, run))
 
 
 async def get_info(service: Service, request: Request) -> Response:
     """Return the description of a model."""
     run = _find_run(service, (await read(request, types.GetInfoRequest)).model_id)
-    data = types.ModelData(arch=_ARCH, model_name=run.base_model, tokenizer_id=service.tokenizer_id)
+    data = types.ModelData(arch="rlkit", model_name=run.base_model, tokenizer_id=service.tokenizer_id)
     about = {"model_id": run.model_id, "is_lora": True, "lora_rank": run.lora.rank, "model_name": run.base_model}
     return answer(types.GetInfoResponse(type="get_info", model_data=data, **about))
 
@@ -216,7 +216,9 @@ async def unload_model(service: Service, request: Request) -> Response:
     return service.accept((f"{model_id}:unload", 0), "unload_model", prepare, start, model_id=model_id)
 
 
-def _accept(service: Service, run: TrainingRun, call: Any, prepare: Callable[[], Job], operation: str = "") -> Response:
+def _accept_in_order(
+    service: Service, run: TrainingRun, call: Any, prepare: Callable[[], Job], operation: str = ""
+) -> Response:
     """Accept a request whose job is carried out in the model's order. Raises HTTPException 410: it was, long ago."""
     operation, seq_id = operation or call.type, call.seq_id or None
 
@@ -239,7 +241,7 @@ async def forward_backward(service: Service, request: Request) -> Response:
     def job() -> Response:
         return answer(write_outputs(*run.ready().run(rows, loss, backward=not call.forward_only)))
 
-    return _accept(service, run, call, lambda: job, "forward" if call.forward_only else "forward_backward")
+    return _accept_in_order(service, run, call, lambda: job, "forward" if call.forward_only else "forward_backward")
 
 
 def _parse(body: bytes) -> tuple[pb.ForwardBackwardRequest, Loss, list[Row]]:
@@ -366,7 +368,7 @@ def _in_order(kind: type[Any], prepare: Callable[[Service, TrainingRun, Any], Jo
     async def endpoint(service: Service, request: Request) -> Response:
         call = await read(request, kind)
         run = _find_run(service, call.model_id)
-        return _accept(service, run, call, lambda: prepare(service, run, call))
+        return _accept_in_order(service, run, call, lambda: prepare(service, run, call))
 
     return endpoint
 

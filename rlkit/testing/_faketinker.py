@@ -1,17 +1,17 @@
 """``FakeTinker``: the real Tinker SDK over ``rlkit serve``'s application in this process, with faults on demand.
 
-It replaces four names of the SDK's private modules, for clients of its own base URL alone: what makes the HTTP client,
-what sends telemetry, which a fake gets none of, and what loads tokenizers. tests/testing/test_faketinker.py fails when
-an SDK has moved them.
+It replaces four names of the SDK, for clients of its own base URL alone: what makes the HTTP client, what sends
+telemetry, which a fake gets none of, and what loads the tokenizers of the two kinds of clients.
+tests/testing/test_faketinker.py fails when an SDK has moved them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import itertools
 import json
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,11 +24,13 @@ from rlkit._check import checked
 from rlkit._interaction import Message
 from rlkit.backends.protocol import Tokenizer, TrainerBackend
 from rlkit.errors import BackendError, ConfigError, UnsupportedError
-from rlkit.server import AppliedOperation, Service
+from rlkit.server import Service
 
 if TYPE_CHECKING:
     import httpx
     import tinker
+
+    from rlkit.server._app import Accepted
 
 __all__ = ["FakeTinker", "Fault", "SeenRequest"]
 
@@ -74,6 +76,37 @@ class Fault:
         _check.choice("Fault.when", self.when, ("before", "after"))
         if self.kind == "opfail" and self.when == "after":
             raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
+
+
+@attrs.frozen
+class AppliedOperation:
+    """An operation that was actually carried out.
+
+    Attributes:
+        operation: "forward", "forward_backward", "optim_step", "save_weights", "sample", ...
+        model_id: of which model, or the sampling session of a "sample".
+        seq_id: the client's number of the request; 0 for one that made the model.
+        time: when it was carried out (monotonic).
+    """
+
+    operation: str
+    model_id: str
+    seq_id: int | None
+    time: float = attrs.field(factory=time.monotonic)
+
+
+class RecordingService(Service):
+    """A service that keeps what it carried out, and whose session ids are functions of its seed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.applied: list[AppliedOperation] = []
+
+    def note(self, accepted: Accepted) -> None:
+        self.applied.append(AppliedOperation(accepted.operation, *accepted.key))
+
+    def new_session_id(self) -> str:
+        return f"{self.derive_seed(0, len(self.sessions)):016x}"
 
 
 @attrs.frozen
@@ -145,7 +178,7 @@ class FakeTinker:
         self.api_key = "tml-fake-key"
         self.names, self.latency = tuple(names), _check.real("FakeTinker(latency)", latency, low=0.0)
         options = {"dedupe": dedupe, "patience": patience, "max_samplers": max_samplers, "config": config}
-        self.service = Service(models, names=names, key=self.api_key, seed=seed, **options)  # type: ignore[arg-type]
+        self.service = RecordingService(models, names=names, key=self.api_key, seed=seed, **options)
         self.tokenizer = self.service.models.tokenizer
         self._faults: list[tuple[Fault, list[int]]] = []  # with the number of requests that matched
         self.inject(*faults)
@@ -356,8 +389,6 @@ _numbers = itertools.count(1)
 _live: dict[str, FakeTinker] = {}
 _originals: dict[tuple[str, str], Any] = {}
 _HOLDER = "tinker.lib.internal_client_holder"
-_SAMPLING = "tinker.lib.public_interfaces.sampling_client"
-_TRAINING = "tinker.lib.public_interfaces.training_client"
 
 
 def _make_client(**options: Any) -> Any:
@@ -373,41 +404,47 @@ def _make_client(**options: Any) -> Any:
 
 
 def _init_telemetry(provider: Any, session_id: str | None) -> Any:
-    is_fake = getattr(provider, "_base_url", "") in _live
-    return None if is_fake else _find_original(_HOLDER, "init_telemetry")(provider, session_id)
+    return None if _fake_of(provider) else _find_original(_HOLDER, "init_telemetry")(provider, session_id)
 
 
-def _load_tokenizer(model_name: str, tokenizer_id: str | None = None) -> Any:
-    for fake in list(_live.values()):
-        if model_name in fake.names:
-            return SdkTokenizer(fake.tokenizer)
-    return _find_original(_SAMPLING, "_load_tokenizer_from_model_info")(model_name, tokenizer_id)
+def _loads_tokenizer(kind: str) -> Callable[[Any], Any]:
+    """Return the replacement of the method that loads the tokenizer, of one kind of clients."""
+
+    def get_tokenizer(client: Any) -> Any:
+        fake = _fake_of(client.holder)
+        return SdkTokenizer(fake.tokenizer) if fake else _find_original(kind, "get_tokenizer")(client)
+
+    return get_tokenizer
+
+
+def _fake_of(holder: Any) -> FakeTinker | None:
+    """Return the fake that a client's connections lead to."""
+    return _live.get(getattr(holder, "_base_url", "").rstrip("/"))
 
 
 _REPLACED: Mapping[tuple[str, str], Callable[..., Any]] = {
     (_HOLDER, "AsyncTinker"): _make_client,
     (_HOLDER, "init_telemetry"): _init_telemetry,
-    (_SAMPLING, "_load_tokenizer_from_model_info"): _load_tokenizer,
-    (_TRAINING, "_load_tokenizer_from_model_info"): _load_tokenizer,
+    **{(kind, "get_tokenizer"): _loads_tokenizer(kind) for kind in ("tinker:TrainingClient", "tinker:SamplingClient")},
 }
 
 
 def _patch_sdk() -> None:
     try:
-        found = {(module, name): getattr(importlib.import_module(module), name) for module, name in _REPLACED}
+        found = {(owner, name): getattr(pkgutil.resolve_name(owner), name) for owner, name in _REPLACED}
     except (ImportError, AttributeError) as error:
         message = f"FakeTinker needs tinker 0.38 or a later one with the names it replaces: {error}"
         raise UnsupportedError(message) from error
     _originals.update(found)
-    for (module, name), replacement in _REPLACED.items():
-        setattr(importlib.import_module(module), name, replacement)
+    for (owner, name), replacement in _REPLACED.items():
+        setattr(pkgutil.resolve_name(owner), name, replacement)
 
 
 def _restore_sdk() -> None:
-    for (module, name), original in _originals.items():
-        setattr(importlib.import_module(module), name, original)
+    for (owner, name), original in _originals.items():
+        setattr(pkgutil.resolve_name(owner), name, original)
     _originals.clear()
 
 
-def _find_original(module: str, name: str) -> Any:
-    return _originals.get((module, name)) or getattr(importlib.import_module(module), name)
+def _find_original(owner: str, name: str) -> Any:
+    return _originals.get((owner, name)) or getattr(pkgutil.resolve_name(owner), name)

@@ -12,7 +12,7 @@ import attrs
 
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
-__all__ = ["Findings", "Unreadable", "behind", "calls_at", "json_at", "skip"]
+__all__ = ["Findings", "Unreadable", "behind", "calls_at", "finite", "json_at", "skip"]
 
 MOST = 128  # calls in one text; later ones are ignored, so that a flood costs no time
 
@@ -50,14 +50,15 @@ def skip(text: str, at: int) -> int:
     return at
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """Return a number of JSON. Raises ValueError: it is not finite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is not a finite number")
     return number
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+_DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 
 
 @attrs.define

@@ -49,11 +49,15 @@ def test_a_session_is_named_by_the_url_or_by_the_key(http, service):
         assert got.json()["error"]["code"] == "invalid_api_key"
 
 
+META = b'{"messages": [{"role": "user", "content": "x"}], "metadata": {"a": %s}}'
+
+
 @for_each(
     ("content", "status", "headers"),
     [
         *((each, 400, {}) for each in (b"{", b"", b"[]", b'{"n": NaN}', b'{"model": "\\ud800"}', b"[" * 100_000)),
         *((each, 400, {}) for each in (b'{"n": ' + b"9" * 5000 + b"}", b"\xff\xfe", b"{" + b" " * 300_000)),
+        *((each, 400, {}) for each in (META % b"1e999", META % (b'{"a": ' * 800 + b"1" + b"}" * 800))),
         (b"x" * 2000, 413, {}),
         (b"{}", 403, {"origin": "https://page.example"}),
         (b"{}", 403, {"host": "page.example"}),
@@ -79,6 +83,7 @@ def test_paths_and_methods(http):
             assert got.headers["x-should-retry"] == "false"
             assert f"{method} {prefix}{path}: this endpoint takes {allowed}" in got.text
         assert run(http.get(f"{prefix}/v1/files")).json()["error"]["code"] == "not_found"
+        assert run(http.post(f"{prefix}/v1/chat/completions/", json=CHAT)).status_code == 404
         assert run(http.get(f"{prefix}/v1/messages/batches")).json()["type"] == "error"
 
 

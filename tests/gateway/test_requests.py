@@ -66,7 +66,7 @@ def typed(kind, **fields):
 NAMED_SUB = {"type": "function", "function": {"name": "sub"}}
 REFUSED = {  # by API: fields, each with values for which it is named
     "chat": """messages [] 5 null; temperature 1e-7 "1" true 1e999; top_p 0; top_k 0.5 2147483648; min_p 2;
-        presence_penalty 3; repetition_penalty 0; max_tokens 0; max_completion_tokens "5"; n 129 1.5 true;
+        presence_penalty 3; repetition_penalty 0; max_tokens 0; max_completion_tokens "5"; n 4097 1.5 true;
         seed 18446744073709551616; stream "yes"; stop_token_ids [259]; logprobs 1; top_logprobs 3 21; echo true;
         tool_choice "required" "always"; chat_template_kwargs {"messages":[]}; response_format "json";
         prompt_logprobs 0; skip_special_tokens false""",
@@ -75,12 +75,21 @@ REFUSED = {  # by API: fields, each with values for which it is named
         previous_response_id "resp_0" """,
     "claude": """max_tokens null 0; messages []; system 5; thread {"id":"x"}; tool_choice {"type":"any"}""",
 }
+DEEP = '{"a": ' * 800 + "1" + "}" * 800
 REFUSED_INSIDE = [  # the same with the name of the part
     ("chat", "messages[0].role", messages({"role": "robot", "content": "x"})),
     ("chat", "messages[1].content", messages(*HI, assistant(None), *HI)),
     ("chat", "messages[-1].role", messages(*HI, assistant("I"))),
     ("chat", "messages[1].tool_calls[0].function.arguments", history(called('{"x": NaN}'))),
     ("chat", "messages[1].tool_calls[0].function.arguments", history(called("not JSON"))),
+    ("chat", "messages[1].tool_calls[0].function.arguments", history(called(DEEP))),
+    ("chat", "messages[0]", messages({**HI[0], "more": json.loads(DEEP)})),
+    ("items", "input[0].arguments", items(typed("function_call", name="f", arguments=DEEP), *HI)),
+    (
+        "claude",
+        "messages[0].content[0].input",
+        blocks(typed("tool_use", name="f", input=json.loads(DEEP)), role="assistant"),
+    ),
     ("chat", "messages[2].content", history(CALL, {"sum": 2})),
     ("chat", "stop", {"stop": [f"x{i}" for i in range(129)]}),
     ("chat", "tools", {"tools": [CHAT_ADD, CHAT_ADD]}),

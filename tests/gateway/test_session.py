@@ -29,6 +29,7 @@ from tests.gateway.parts import Scripted, ask, said, user
 from tests.rollouts.parts import RandomSampler
 
 TOKENIZER = rlkit.connect("toy").tokenizer
+PROMPT = np.array([66, 67])
 LONG = 30.0  # seconds: what comes at once, on a machine that is busy with other things
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
@@ -346,6 +347,11 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(open_session):
     error = refused(ask, session, [user("a")])
     assert (error.status, "fire" in error.message, type(session.error)) == (503, False, BackendError)
     assert (session.metrics["errors"], session.turns) == (1, [])
+    good = rlkit.Sample(TOKENIZER.encode("a"), [65], [-1.0], "stop")
+    for samples in ([], [good, good], [None], [good], [rlkit.Sample(PROMPT, [9999], [-1.0], "stop")]):
+        session = open_session([], ask=lambda *_, samples=samples: asyncio.sleep(0, samples))
+        assert refused(answer, session, prompt=PROMPT).status == 503
+        assert ("session(ask)" in str(session.error), session.turns) == (True, [])
 
 
 @for_each("when", ["while it is submitted", "later"])

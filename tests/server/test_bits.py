@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlkit._web import WebServer
-from rlkit.server import Service
 from rlkit.testing import FakeTinker
+from rlkit.testing._faketinker import RecordingService
 from tests.server.bits import play
 from tests.server.sdk import tinker
 
@@ -44,9 +44,8 @@ def test_in_process(chunk):
 
 
 def test_over_a_socket():
-    service = Service(names=["toy"], seed=0)
-    # The fake lends its tokenizer.
-    with FakeTinker(), service, WebServer(service.app, "127.0.0.1", 0, name="test", patience=5) as server:
+    service = RecordingService(names=["toy"], seed=0)
+    with service, WebServer(service.app, "127.0.0.1", 0, name="test", patience=5) as server:
         where = {"base_url": server.url, "api_key": "tml-any"}
         client = tinker.ServiceClient(**where)
         found = play(client, tinker.RestClient(**where))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 
+import httpx
 import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 import rlkit
 from rlkit.backends.toy import ToySampler
-from rlkit.server import Service, _app
+from rlkit.server import _app
 from rlkit.server._wire import read_datum
+from rlkit.testing._faketinker import RecordingService
 from tests.each import for_each
 from tests.server.client import SESSION, Client, training_call
 
@@ -22,7 +25,7 @@ def make():
     made = []
 
     def new(**options):
-        made.append(Service(names=["toy"], seed=0, **options))
+        made.append(RecordingService(names=["toy"], seed=0, **options))
         return Client(made[-1])
 
     yield new
@@ -366,18 +369,23 @@ def test_a_mistake_in_the_server_is_a_500(client, monkeypatch, caplog):
     assert "GET /api/v1/checkpoints failed" in caplog.text
 
 
-def test_idle_sessions_end(make):
-    """Their models are freed when the next client comes; one that gives signs of life stays."""
-    client = make(idle=600.0)
-    model, sessions = client.model(), client.service.sessions
-    alive = client.post("create_session", SESSION)[1]["session_id"]
-    for _ in range(5):  # two minutes each
-        for session in (client.session, alive):
-            sessions[session].last_seen -= 130.0
-        assert client.post("session_heartbeat", {"session_id": alive})[0] == 200
-    client.post("create_session", SESSION)
-    assert client.post("session_heartbeat", {"session_id": alive})[0] == 200
-    assert client.step(model, 1)[0] == 410
+def test_silent_sessions_end(make):
+    """Their models are freed, though nobody else comes; one that gave a sign of life stays."""
+    service = make(idle=0.5).service
+
+    async def play():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app)) as http:
+            silent, alive = [
+                (await http.post("http://localhost/api/v1/create_session", json=SESSION)).json()["session_id"]
+                for _ in range(2)
+            ]
+        service.sessions[alive].last_seen += 1000.0
+        async with asyncio.timeout(60):
+            while not service.sessions[silent].finished:
+                await asyncio.sleep(0.02)
+        return service.sessions[alive].finished
+
+    assert not asyncio.run(play())
 
 
 def test_what_a_client_is_told(make):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -141,6 +142,21 @@ def test_the_command(tmp_path):
         finally:
             process.kill()
     assert path in (tmp_path / "tinker.json").read_text()
+
+
+def test_a_second_signal_ends_the_command():
+    """Though what was begun is not done yet."""
+    program = "import time; from rlkit import cli; print(1, flush=True); cli._wait_for_signal(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for said in ("1", "closing, once what was begun is done"):
+                while not process.stdout.readline().startswith(said):
+                    assert process.poll() is None
+                time.sleep(0.2)
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=120) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_options_on_the_command_line(monkeypatch, capsys):

@@ -115,8 +115,12 @@ def test_states_are_loaded(client, monkeypatch):
     assert closed == [before]
     assert run.model is not before
     assert run.last_request > 0
-    sampler = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "a"})
-    status, answer = client.post("load_weights", {**load, "seq_id": 4, "path": client.result(sampler)["path"]})
+    other = client.model(1, lora_config={"rank": 4})
+    small = client.result(client.save(other, 1, path="b"))["path"]
+    client.result(client.post("load_weights", {**load, "seq_id": 3, "path": small}))
+    assert client.post("get_info", {"model_id": model})[1]["lora_rank"] == 4  # and what is saved next says so
+    sampler = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "a"})
+    status, answer = client.post("load_weights", {**load, "seq_id": 5, "path": client.result(sampler)["path"]})
     assert (status, "training cannot start from them" in answer["detail"]) == (400, True)
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
     status, answer = client.post("create_sampling_session", body)
@@ -222,6 +226,17 @@ def test_a_new_service_knows_the_folder(tmp_path):
         assert -sum(scored[1:]) == pytest.approx(loss, rel=1e-5)
         assert train(training, 2) == losses
     assert read_index(tmp_path) == [path, sampler, f"tinker://{other.model_id}/weights/only"]
+
+
+def test_clients_of_an_earlier_server_are_not_taken_for_new_ones(tmp_path):
+    """On the same folder, with the same seed: its calls would train another's model. It removes half of a save."""
+    rest, ids = tmp_path / ".a-12345678.partial", []
+    for _ in range(2):
+        rest.mkdir()
+        with served(tmp_path) as fake:
+            assert not rest.exists()
+            ids.append(begin(fake).model_id)
+    assert ids[0] != ids[1]
 
 
 def test_an_index_keeps_all_of_a_state(tmp_path):

@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import importlib
 import json
+import pkgutil
 import threading
 import time
 
@@ -40,7 +41,7 @@ def test_the_seam_is_replaced_and_put_back(monkeypatch):
     """Only while a fake is open, for its clients, if they are not given an HTTP client; a moved one is an error."""
 
     def names():
-        return [getattr(importlib.import_module(m), n) for m, n in _faketinker._REPLACED]
+        return [getattr(pkgutil.resolve_name(owner), name) for owner, name in _faketinker._REPLACED]
 
     before = names()
     with FakeTinker() as one, FakeTinker() as two:
@@ -114,11 +115,12 @@ def test_nothing_is_left():
 
 
 def test_tokenizer():
-    """Without a hub: both clients give the model's own, in the form that users of the SDK know."""
-    with FakeTinker() as fake:
+    """Without a hub: both clients give the model's own, in the form that users of the SDK know, also of two fakes."""
+    with FakeTinker(), FakeTinker() as fake:
         training = started(fake)
         for client in (training, training.save_weights_and_get_sampling_client().result()):
             tokenizer = client.get_tokenizer()
+            assert tokenizer.inner is fake.tokenizer
             assert tokenizer.decode(tokenizer.encode("hé")) == "hé"
             assert isinstance(tokenizer.encode("a"), list)
             assert tokenizer.eos_token_id == 257

@@ -213,19 +213,22 @@ class Model:
         max_length: tokens at most of a prompt and its completion; None: the server does not say.
         parent: of an adapter, the name of its base model.
         root: the folder or hub id that it was read from, as the server says.
+        least: tokens that a request has to draw at least: vLLM refuses 0, a gateway's session records what is drawn.
     """
 
     name: str
     max_length: int | None
     parent: str | None
     root: str | None = None
+    least: int = 1
 
     @classmethod
     def read(cls, card: Json) -> Model:
         """Return the model of a server's card; what has another type than it should counts as not said."""
         length, parent, root = card.get("max_model_len"), card.get("parent"), card.get("root")
-        texts = (text if isinstance(text, str) else None for text in (parent, root))
-        return cls(str(card.get("id")), length if isinstance(length, int) else None, *texts)
+        parent, root = (text if isinstance(text, str) else None for text in (parent, root))
+        known = length if isinstance(length, int) else None
+        return cls(str(card.get("id")), known, parent, root, least=int(card.get("owned_by") != "rlkit"))
 
 
 class VllmClient:
@@ -274,15 +277,15 @@ class VllmClient:
             raise BackendError(f"{self.url}/v1/models: no list of models; {_KIND}")
         return [Model.read(card) for card in cast("Sequence[Json]", cards)]
 
-    async def encode(self, model: str, text: str) -> list[int]:
+    async def encode(self, model: Model, text: str) -> list[int]:
         """Return the tokens of a text, without those that a tokenizer would add, as it samples from them.
 
         Raises:
             UnsupportedError: it is another kind of server, which does not say the token ids.
         """
-        how = {"max_tokens": 1, "top_k": 1, "add_special_tokens": False, "return_token_ids": True}
+        how = {"max_tokens": model.least, "top_k": 1, "add_special_tokens": False, "return_token_ids": True}
         where = f"{self.url}/v1/completions"
-        (choice,) = _read_choices(await self.generate({"model": model, "prompt": text, **how}), where, 1)
+        (choice,) = _read_choices(await self.generate({"model": model.name, "prompt": text, **how}), where, 1)
         if choice.get("prompt_token_ids") is None or choice.get("token_ids") is None:
             raise UnsupportedError(f"{where}: answered without token ids; {_KIND}")
         return _read_ids(choice["prompt_token_ids"], f"{where}: prompt_token_ids")

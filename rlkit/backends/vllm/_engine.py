@@ -178,7 +178,7 @@ class VllmEngine:
             elif model.name != self.base:
                 raise ConfigError(f"{server.client.url}: serves {model.name!r}, but another server {self.base!r}")
             lengths.append(longest(model, self._trained.max_length))
-            tokens = self._do(*(server.client.encode(model.name, text) for text in TEXTS))
+            tokens = self._do(*(server.client.encode(model, text) for text in TEXTS))
             other = different_tokenizer(self._trained.tokenizer, TEXTS, tokens)
             if other:
                 raise ConfigError(f"{server.client.url}: {other}; serve the model that is trained")

@@ -32,14 +32,15 @@ class _Remote:
     """A model of one server that somebody else runs."""
 
     client: VllmClient
-    model: str
+    model: Model
 
     @property
     def name(self) -> str:
-        return f"{self.model} at {self.client.url}"
+        return f"{self.model.name} at {self.client.url}"
 
     async def generate(self, body: Json) -> Json:
-        return await self.client.generate({**body, "model": self.model})
+        draws = {"max_tokens": self.model.least} if "prompt_logprobs" in body else {}
+        return await self.client.generate({**body, **draws, "model": self.model.name})
 
 
 def open_sampler(
@@ -79,8 +80,8 @@ def open_sampler(
     try:
         served = named_model(loop.submit(client.models()).result(), model, client.url)
         words = _tokenizer_of(served, client.url) if tokenizer is None else tokenizer_from(tokenizer)
-        remote = _Remote(client, served.name)
-        problem = loop.submit(_check_server(remote, words, adapted=served.parent is not None)).result()
+        remote = _Remote(client, served)
+        problem = loop.submit(_check_server(remote, words)).result()
         if problem:
             warn(problem)
     except BaseException:
@@ -91,15 +92,19 @@ def open_sampler(
     return VllmSampler(remote, loop, tokenizer=words, max_length=length, scored=scored, version=version, seeds=seeds)
 
 
-async def _check_server(remote: _Remote, tokenizer: Tokenizer, *, adapted: bool) -> str:
-    """Raise where a sampler would give wrong numbers, as the first request would show; return what to warn of."""
+async def _check_server(remote: _Remote, tokenizer: Tokenizer) -> str:
+    """Raise where a sampler would give wrong numbers, as the first request would show; return what to warn of.
+
+    A gateway has the logprobs of its sampler, which was checked, and would record what is drawn to check them again.
+    """
     tokens = [await remote.client.encode(remote.model, text) for text in TEXTS]
     other = different_tokenizer(tokenizer, TEXTS, tokens)
     if other:
         raise ConfigError(f"{remote.client.url}: {other}; set tokenizer= to that of its model")
     probe = remote.generate, remote.name, tokenizer.encode(TEXTS[0]), tokenizer
-    await check_logprobs_mode(*probe)
-    return await differing_scores(*probe) if adapted else ""
+    if remote.model.least:
+        await check_logprobs_mode(*probe)
+    return await differing_scores(*probe) if remote.model.parent is not None else ""
 
 
 def _tokenizer_of(model: Model, where: str) -> Tokenizer:

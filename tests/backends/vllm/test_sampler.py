@@ -31,7 +31,7 @@ from rlkit.futures import Future
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from rlkit.gateway import Gateway
+from rlkit.gateway import Gateway, Limits
 
 PARAMS = rlkit.SamplingParams(max_tokens=5, stop=())
 
@@ -227,6 +227,17 @@ def test_a_url_is_a_policy(gateway, inner):
             assert all(len(tokens) == 5 for tokens in drawn)
     with pytest.raises(rlkit.ConfigError, match="together with a URL"):
         rlkit.sampler(gateway.url, path="x")
+
+
+def test_a_session_records_what_is_asked_for_alone(gateway, inner):
+    """Not what is asked to look at the server, or to score; then so many samples as a gateway's user may want."""
+    with gateway.session(limits=Limits(turns=200)) as session:
+        with rlkit.sampler(session.root_url, tokenizer=inner.tokenizer) as sampler:
+            sampler.logprobs([65, 66]).result()
+            sampler.top_logprobs([65, 66], 2).result()
+            assert session.turns == []
+            assert len(sampler.sample([65], rlkit.SamplingParams(max_tokens=1), n=200).result()) == 200
+        assert len(session.turns) == 200
 
 
 class Waits:
