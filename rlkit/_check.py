@@ -316,3 +316,11 @@ def _interval(low: int | None, high: int | None) -> str:
     if low is not None:
         return f" >= {low}"
     return f" <= {high}" if high is not None else ""
+
+
+def finite(text: str) -> float:
+    """Return a number of JSON. Raises ValueError: it is not finite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return number

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlkit import _check
 from rlkit._runtime import VERSION, is_loopback
 from rlkit._web import Guard, WebServer, find_key
 from rlkit.backends.tokenizers import source_of
@@ -35,7 +36,6 @@ from rlkit.gateway import _anthropic, _chat, _completions, _requests, _responses
 from rlkit.gateway._requests import Call, Posted
 from rlkit.gateway._session import Session
 from rlkit.gateway._types import Event, GatewayError, Json, Reply
-from rlkit.tools._reading import finite
 
 if TYPE_CHECKING:
     from rlkit.gateway._gateway import Gateway
@@ -198,7 +198,7 @@ async def _read_call(request: HttpRequest, posted: type[Posted]) -> Call:
 def parse_object(raw: bytes) -> Mapping[str, object]:
     """Return the JSON object of a request. Raises GatewayError."""
     try:
-        value = json.loads(raw, parse_float=finite, parse_constant=finite)
+        value = json.loads(raw, parse_float=_check.finite, parse_constant=_check.finite)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except UnicodeEncodeError as error:

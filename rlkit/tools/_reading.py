@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 
 import attrs
 
+from rlkit import _check
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
-__all__ = ["Findings", "Unreadable", "behind", "calls_at", "finite", "json_at", "skip"]
+__all__ = ["Findings", "Unreadable", "behind", "calls_at", "json_at", "skip"]
 
 MOST = 128  # calls in one text; later ones are ignored, so that a flood costs no time
 
@@ -50,15 +50,7 @@ def skip(text: str, at: int) -> int:
     return at
 
 
-def finite(text: str) -> float:
-    """Return a number of JSON. Raises ValueError: it is not finite."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is not a finite number")
-    return number
-
-
-_DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+_DECODER = json.JSONDecoder(parse_float=_check.finite, parse_constant=_check.finite)
 
 
 @attrs.define
