@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import attrs
 
@@ -153,7 +155,7 @@ _TOKEN = re.compile(  # each string is read in one pass, even if its end is miss
 )
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = "\n\\'\"abfnrtvxNuU0"
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_WORDS = {"true": "True", "false": "False", "null": "None", "True": "True", "False": "False", "None": "None"}
 
 
 def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, object], int]], int]:
@@ -165,102 +167,89 @@ def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, object], 
     Raises:
         Unreadable: anything that is not a name with keyword arguments that are literals.
     """
-    reader = _Reader(text, start)
-    if not reader.takes("["):
-        return [reader.call()], reader.at
-    calls = [reader.call() for _ in reader.until("]", "between two calls")]
-    return calls, reader.at
+    source = _Source(text, start)
+    tree = source.parse()
+    return [source.call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])], source.end
 
 
-class _Reader:
+class _Source:
+    """Calls as Python's parser reads them, one token a line, so that a line tells where in the text it was.
+
+    Words of JSON become Python's, names that Python keeps for itself others, and backslashes that escape nothing text.
+    """
+
     def __init__(self, text: str, start: int) -> None:
-        self.text, self.at = text, start
+        self.text, self.end = text, start
+        self.pieces: list[str] = []
+        self.tokens: list[re.Match[str]] = []  # of each line
+        depth = 0
+        while not self.tokens or depth or self.tokens[-1]["mark"] not in (")", "]", "}"):
+            token = _TOKEN.match(text, self.end)
+            if token is None:
+                raise Unreadable("the calls are not closed, or have what is no literal value", skip(text, self.end))
+            depth += (token["mark"] or " ") in "([{"
+            depth -= (token["mark"] or " ") in ")]}"
+            if not 0 <= depth <= _DEPTH:
+                raise Unreadable("the value is nested too deeply" if depth > 0 else "a call is missing", self.end)
+            self._add(token)
 
-    def peek(self) -> re.Match[str] | None:
-        return _TOKEN.match(self.text, self.at)
+    def _add(self, token: re.Match[str]) -> None:
+        piece = token[0].lstrip()
+        if token["string"] is not None and not piece.startswith("r"):
+            piece = _ESCAPE.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], piece)
+        elif token["name"] is not None:
+            named = self.text.startswith(("=", "("), skip(self.text, token.end()))  # of an argument or a tool
+            reserved = any(keyword.iskeyword(part) for part in piece.split("."))
+            piece = "_" if named and reserved else piece if named else _WORDS.get(piece, piece)
+        lines = len(re.split("\r\n|\r|\n", piece))
+        self.pieces.append(piece)
+        self.tokens += [token] * lines
+        self.end = token.end()
 
-    def takes(self, mark: str) -> bool:
-        token = self.peek()
-        if token is None or token["mark"] != mark:
-            return False
-        self.at = token.end()
-        return True
+    def parse(self) -> ast.expr:
+        """Return Python's tree of all tokens."""
+        try:
+            return ast.parse("(\n" + "\n".join(self.pieces) + "\n)", mode="eval").body
+        except SyntaxError as error:
+            line = min(max((error.lineno or 2) - 2, 0), len(self.tokens) - 1)
+            raise Unreadable(f"the calls are not Python: {error.msg}", _place(self.tokens[line])) from None
+        except (ValueError, MemoryError, RecursionError) as error:
+            raise Unreadable(f"the calls are not Python: {error}", _place(self.tokens[0])) from None
 
-    def needs(self, mark: str, where: str) -> None:
-        if not self.takes(mark):
-            raise Unreadable(f"{mark!r} is missing {where}", self.at)
+    def at(self, node: ast.expr | ast.keyword) -> re.Match[str]:
+        """Return the first token of a node."""
+        return self.tokens[node.lineno - 2]
 
-    def until(self, closing: str, where: str) -> Iterator[None]:
-        """Yield before each of the items that commas separate; the last may have one behind it."""
-        first = True
-        while not self.takes(closing):
-            if not first:
-                self.needs(",", where)
-                if self.takes(closing):
-                    return
-            first = False
-            yield
-
-    def name(self, what: str) -> tuple[str, int]:
-        token = self.peek()
-        if token is None or token["name"] is None:
-            raise Unreadable(f"{what} is missing", self.at)
-        self.at = token.end()
-        return token["name"], token.start("name")
-
-    def call(self) -> tuple[str, dict[str, object], int]:
-        name, position = self.name("the name of a tool")
-        self.needs("(", f"behind {name}")
+    def call(self, node: ast.expr) -> tuple[str, dict[str, object], int]:
+        """Return name, arguments and position of a call."""
+        name = self.at(node)["name"]
+        if not isinstance(node, ast.Call) or name is None or not isinstance(node.func, (ast.Name, ast.Attribute)):
+            raise Unreadable("the name of a tool is missing", _place(self.at(node)))
+        if node.args:
+            raise Unreadable("arguments need names: tool(argument=value)", _place(self.at(node.args[0])))
         arguments: dict[str, object] = {}
-        for _ in self.until(")", "between two arguments"):
-            begin = self.at
-            token = self.peek()
-            if token is None or token["name"] is None:
-                raise Unreadable("arguments need names: tool(argument=value)", begin)
-            key, _ = self.name("the name of an argument")
-            self.needs("=", f"after the argument {key}")
+        for argument in node.keywords:
+            key = self.at(argument)["name"]
             if key in arguments:
-                raise Unreadable(f"the argument {key} comes twice", begin)
-            arguments[key] = self.value(0)
-        return name.removesuffix(".call"), arguments, position
+                raise Unreadable(f"the argument {key} comes twice", _place(self.at(argument)))
+            arguments[key] = self.value(argument.value)
+        return name.removesuffix(".call"), arguments, _place(self.at(node))
 
-    def value(self, depth: int) -> object:
-        begin, token = self.at, self.peek()
-        if depth > _DEPTH:
-            raise Unreadable("the value is nested too deeply", begin)
-        if token is None:
-            raise Unreadable("a value is missing or is not a literal", begin)
-        self.at = token.end()
-        if token["string"] is not None or token["number"] is not None:
-            return _literal(token["string"] or token["number"], begin)
-        if token["name"] in _WORDS:
-            return _WORDS[token["name"]]
-        if token["mark"] in ("[", "("):
-            closing = "]" if token["mark"] == "[" else ")"
-            return [self.value(depth + 1) for _ in self.until(closing, "in a list")]
-        if token["mark"] == "{":
-            return self.entries(depth)
-        raise Unreadable(f"{token[0].strip()[:20]!r} is not a literal value", begin)
-
-    def entries(self, depth: int) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for _ in self.until("}", "in a dictionary"):
-            begin = self.at
-            key = self.value(depth + 1)
-            if not isinstance(key, str):
-                raise Unreadable("a key of a dictionary is not a string", begin)
-            self.needs(":", f"after the key {key[:20]!r}")
-            values[key] = self.value(depth + 1)
-        return values
+    def value(self, node: ast.expr) -> object:
+        """Return a literal value of JSON's types."""
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [self.value(each) for each in node.elts]
+        if isinstance(node, ast.Dict):
+            keys = [self.value(key) for key in node.keys if key is not None]
+            if not all(isinstance(key, str) for key in keys):
+                raise Unreadable("a key of a dictionary is not a string", _place(self.at(node)))
+            return dict(zip(keys, map(self.value, node.values), strict=True))
+        value = ast.literal_eval(node) if isinstance(node, (ast.Constant, ast.UnaryOp)) else ...
+        if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        token = self.at(node)
+        raise Unreadable(f"{token[0].strip()[:20]!r} is not a literal value", _place(token))
 
 
-def _literal(text: str, position: int) -> object:
-    if "\\" in text and not text.startswith("r"):  # "\d" is a backslash and a d, without Python's warning
-        text = _ESCAPE.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], text)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        value = None
-    if isinstance(value, (str, int)) or (isinstance(value, float) and abs(value) != float("inf")):
-        return value
-    raise Unreadable(f"{text[:20]!r} is not a literal value", position)
+def _place(token: re.Match[str]) -> int:
+    return token.end() - len(token[0].lstrip())

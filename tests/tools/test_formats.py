@@ -35,6 +35,7 @@ def read(text, kind, tools=None):
 
 
 CALL = '{"name": "add", "arguments": {"x": 1}}'
+PYTHON = r"""[in(class=true, true=null, x='\d' '''\n''')]"""  # words that are JSON's, or Python's own
 ONE = [("add", {"x": 1})]
 
 
@@ -75,6 +76,7 @@ ONE = [("add", {"x": 1})]
         ("llama", "[add(x=1), add(x=1)]", "", ONE * 2),
         ("llama", "hm <|python_tag|>[add(x=1)]<|eot_id|>", "hm", ONE),
         ("llama", '<|python_tag|>search.call(query="a b")', "", [("search", {"query": "a b"})]),
+        ("llama", PYTHON, "", [("in", {"class": True, "true": None, "x": "\\d\n"})]),
         (
             "llama",
             "[f(a=-1.5e3, b='it\\'s\\n', c=[1, (2,), {'k': None}], d=True, e=\"\"\"two\nlines\"\"\", g='\\d')]",
@@ -137,12 +139,14 @@ def test_calls(kind, text, outside, calls):
         ("llama", "[add(x=1, x=2)]", "the argument x comes twice"),
         ("llama", "[add(x=y)]", "'y' is not a literal value"),
         ("llama", "[add(x=__import__('os'))]", "'__import__' is not a literal value"),
-        ("llama", "[add(x=1+1)]", "',' is missing between two arguments"),
-        ("llama", "[add(x=1)", "',' is missing between two calls"),
+        ("llama", "[add(x=1+1)]", "'1' is not a literal value"),
+        ("llama", "[add(x=1)", "the calls are not closed"),
+        ("llama", "[add(x=1) add(x=1)]", "the calls are not Python: invalid syntax"),
+        ("llama", "[add(x=1)(x=2)]", "the name of a tool is missing"),
         ("llama", "[add(x=b'1')]", "is not a literal value"),
         ("llama", "[add(x=1e999)]", "is not a literal value"),
         ("llama", "[add(x=" + "[" * 100, "the value is nested too deeply"),
-        ("llama", "[add(x='abc", "a value is missing"),
+        ("llama", "[add(x='abc", "what is no literal value"),
         ("llama", "[add(x={1: 2})]", "a key of a dictionary is not a string"),
         ("llama", "<|python_tag|>print(1)", "arguments need names"),
         ("python", "```python\nprint(1)", "the block of code is not closed"),
