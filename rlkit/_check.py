@@ -324,3 +324,17 @@ def finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is not a finite number")
     return number
+
+
+def depth(where: str, value: object, most: int = 100) -> None:
+    """Raise DataError for a value of JSON's types that is nested deeper than any message, template or schema is.
+
+    Readers and templates, which call themselves, run out of stack at several times that.
+    """
+    level: list[Any] = [value]
+    for _ in range(most):
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, (Mapping, list, tuple, np.ndarray))]
+        level = [each for each in level if getattr(each, "ndim", 1)]
+    if level:
+        raise DataError(where, "is nested too deeply", f"at most {most} levels")

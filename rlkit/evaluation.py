@@ -100,8 +100,7 @@ async def evaluate(
             two policies task by task.
 
     Returns:
-        Scores with intervals: Wilson's if each task has one episode and every reward is 0 or 1, else the percentile
-        bootstrap over tasks (10 000 draws, seeded by the plan), because episodes of one task are not independent.
+        Scores with intervals, as ``interval`` gives them: 10 000 draws, seeded by the plan, where it is a bootstrap.
 
     Raises:
         DataError, ConfigError, BackendError: as for ``rollout``.
@@ -176,7 +175,8 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
 
     Returns:
         Wilson's interval where the rewards are all 0 or 1, and each task has one, or all tasks the same mean; else the
-        percentile bootstrap over tasks. NaN for one task with other rewards: nothing tells how far tasks differ.
+        percentile bootstrap over tasks. NaN for other rewards where all tasks have the same mean, as one task has:
+        nothing tells how far tasks differ.
 
     >>> interval([np.array([1.0])] * 8 + [np.array([0.0])] * 2)  # 8 of 10
     (0.4901..., 0.9433...)
@@ -187,7 +187,7 @@ def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) 
     equal = bool((means == means[0]).all())  # so that a bootstrap has the width 0, however few tasks there are
     if (equal or all(row.size == 1 for row in rows)) and all(np.isin(row, (0.0, 1.0)).all() for row in rows):
         return _wilson(float(means.sum()), means.size, level)
-    if means.size == 1:
+    if equal:
         return math.nan, math.nan
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(means.size,)))
     draws = np.concatenate([means[rng.integers(0, means.size, (100, means.size))].mean(1) for _ in range(100)])

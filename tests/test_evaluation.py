@@ -96,6 +96,7 @@ def test_equal_tasks_leave_doubt():
     low, high = interval([np.array([1.0, 0.0])])  # one task: half of one success
     assert (low + high, high - low > 0.8) == (pytest.approx(1.0), True)
     assert np.isnan(interval([np.array([0.3, 0.7])])).all()
+    assert np.isnan(interval([np.array([0.3, 0.7]), np.array([0.5])])).all()
 
 
 def test_bootstrap_is_the_normal_interval_of_many_tasks():

@@ -12,7 +12,7 @@ from rlkit import _check
 from rlkit._interaction import Message
 from rlkit.errors import DataError
 
-__all__ = ["check_depth", "is_list", "read_call", "read_content", "read_messages", "read_text", "read_tools"]
+__all__ = ["is_list", "read_call", "read_content", "read_messages", "read_text", "read_tools"]
 
 FIELDS = ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id")
 _ROLES = ("system", "user", "assistant", "tool")
@@ -20,7 +20,6 @@ _OTHER_ROLES = {"developer": "system", "function": "tool"}  # what most template
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
 _WEIGHTS = ("weight", "train", "trainable", "loss", "loss_mask", "mask")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_DEEPEST = 100  # levels; readers and templates, which call themselves, run out of stack at several times that
 _MEDIA = ("audio", "image", "images", "video", "videos")
 
 
@@ -84,18 +83,8 @@ def read_tools(value: object, where: str = "tools") -> list[Message]:
             raise DataError(
                 f"{where}[{i}]", f"got {_check.describe(tool)}", '{"type": "function", "function": {"name", ...}}'
             )
-    check_depth(tools, where)
+    _check.depth(where, tools)
     return [as_json(tool) for tool in tools]
-
-
-def check_depth(value: object, where: str) -> None:
-    """Raise DataError for a value that is nested deeper than any template or schema is."""
-    level: list[Any] = [value]
-    for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
-        level = [each for values in inner for each in values if isinstance(each, (Mapping, list, tuple, np.ndarray))]
-    if level:
-        raise DataError(where, "is nested too deeply", f"at most {_DEEPEST} levels")
 
 
 def as_json(value: Any) -> Any:
@@ -110,7 +99,7 @@ def as_json(value: Any) -> Any:
 def _message(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(where, f"got {_check.describe(value)}", "a message: {'role', 'content'}")
-    check_depth(value, where)
+    _check.depth(where, value)
     given = {str(key): field for key, field in value.items() if field is not None}
     if "role" not in given and "from" in given:
         raise DataError(where, f"has the fields {sorted(given)}", "role and content", "rename from and value")
@@ -219,7 +208,7 @@ def read_call(value: object, where: str) -> dict[str, Any]:
         arguments = _parsed(arguments, field) if arguments.strip() else {}
     if not isinstance(arguments, (Mapping, type(None))):
         raise DataError(field, f"got {_check.describe(value['arguments'])}", "a JSON object, or its text")
-    check_depth(arguments or {}, field)
+    _check.depth(field, arguments or {})
     arguments = as_json(arguments or {})
     try:
         json.dumps(arguments, allow_nan=False)
@@ -230,7 +219,7 @@ def read_call(value: object, where: str) -> dict[str, Any]:
 
 def _parsed(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_check.finite, parse_constant=_check.finite)
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"got {_check.describe(text)}", "JSON", str(error)) from None
 

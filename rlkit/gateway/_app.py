@@ -30,7 +30,6 @@ from rlkit import _check
 from rlkit._runtime import VERSION, is_loopback
 from rlkit._web import Guard, WebServer, find_key
 from rlkit.backends.tokenizers import source_of
-from rlkit.chat.messages import check_depth
 from rlkit.errors import DataError
 from rlkit.gateway import _anthropic, _chat, _completions, _requests, _responses
 from rlkit.gateway._requests import Call, Posted
@@ -210,7 +209,7 @@ def parse_object(raw: bytes) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise GatewayError(400, f"the body is a JSON {type(value).__name__}; expected an object")
     try:
-        check_depth(value, "the body")
+        _check.depth("the body", value)
     except DataError as error:
         raise GatewayError(400, str(error)) from None
     return value
@@ -275,7 +274,9 @@ def _describe_model(request: HttpRequest) -> Json:
         card: Json = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
         return {**card, "max_input_tokens": length, "max_tokens": length}
     root = source_of(session.tokenizer) or name  # as in vLLM: the model's source, where its tokenizer is found
-    card = {"id": name, "object": "model", "created": 0, "owned_by": "rlkit", "root": root, "parent": None}
+    # rlkit.sampler knows by the owner that what it asks for is what is drawn.
+    owner = "rlkit" if session.params is None else "rlkit, with its own sampling settings"
+    card = {"id": name, "object": "model", "created": 0, "owned_by": owner, "root": root, "parent": None}
     return {**card, "max_model_len": length}
 
 

@@ -42,6 +42,7 @@ def _choices(call: Call, replies: Sequence[Reply]) -> list[Json]:
     """Return the choices of all prompts, numbered one after the other."""
     choices: list[Json] = []
     for request, reply in zip(call.requests, replies, strict=True):
+        of_prompt = prompt_logprobs(reply, call.session.tokenizer)
         for choice in reply.choices:
             written: Json = {
                 "index": len(choices),
@@ -54,7 +55,7 @@ def _choices(call: Call, replies: Sequence[Reply]) -> list[Json]:
             if call.posted.return_token_ids:
                 written |= {"prompt_token_ids": reply.prompt.tolist(), "token_ids": choice.sample.tokens.tolist()}
             if reply.prompt_logprobs is not None and not call.posted.echo:
-                written["prompt_logprobs"] = prompt_logprobs(reply, call.session.tokenizer)
+                written["prompt_logprobs"] = of_prompt
             choices.append(written)
     return choices
 

@@ -235,7 +235,7 @@ class StreamOptions(Wire):
 class _Completions(Posted):
     """What the two older APIs of OpenAI share."""
 
-    n: Count = Field(1, le=4096)
+    n: Count = Field(1, le=1024)
     response_format: AnyFormat = None
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False

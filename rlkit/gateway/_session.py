@@ -296,7 +296,7 @@ class Session(Resource):
                     ask = self._given or self._ask_sampler
                     samples = await ask(prompt.tokens, params, request.n, seed)
                     if self._given:
-                        _check_samples(samples, prompt.tokens, request.n, self.tokenizer.vocab_size)
+                        _check_samples(samples, prompt.tokens, params, request.n, self.tokenizer.vocab_size)
                     self._count(samples, cut=share < wanted.max_tokens)
                     return samples
         except (DataError, GatewayError):
@@ -360,11 +360,15 @@ class Session(Resource):
         self._gateway.forget(self)
 
 
-def _check_samples(samples: Sequence[Sample], prompt: np.ndarray, n: int, vocab_size: int) -> None:
+def _check_samples(samples: object, prompt: np.ndarray, params: SamplingParams, n: int, vocab_size: int) -> None:
     """Raise BackendError unless a user's function gave what a sampler gives."""
-    if len(samples) != n or not all(isinstance(each, Sample) for each in samples):
+    listed = samples if isinstance(samples, Sequence) else ()
+    if len(listed) != n or not all(isinstance(each, Sample) for each in listed):
         raise BackendError("session(ask)", f"returned {_check.describe(samples)}", f"{n} samples")
-    for i, sample in enumerate(samples):
+    for i, sample in enumerate(listed):
+        if sample.tokens.size > params.max_tokens:
+            what = f"sample {i} has {sample.tokens.size} tokens"
+            raise BackendError("session(ask)", what, f"at most {params.max_tokens}")
         if not np.array_equal(sample.prompt, prompt):
             raise BackendError(f"session(ask): sample {i} has another prompt than the one that was asked for")
         if sample.tokens.max(initial=0) >= vocab_size:

@@ -42,6 +42,7 @@ __all__ = ["Accepted", "ClientSession", "Endpoint", "Job", "Key", "Service"]
 
 _log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
+_GRACE = 30.0  # seconds for signs of life that wait to be read, as when the process was stopped for a while
 _KEPT = 512  # results that were read and are kept for a client that did not get them
 _LIMIT = 20_000  # requests that are kept in all
 _BODY_LIMIT = 256 * 2**20
@@ -108,11 +109,12 @@ class Results:
         self._keys: dict[Key, str] = {}
         self._read: dict[str, None] = {}
         self._last = 0
+        self._salt = secrets.token_hex(4)  # a client of an earlier server may still ask for its results
 
     def add(self, key: Key, operation: str, *more: Any) -> Accepted:
         """Add a request. When there are very many, the oldest ones are forgotten."""
         self._last += 1
-        accepted = Accepted(key, f"{operation}-{self._last:06d}", operation, *more)
+        accepted = Accepted(key, f"{operation}-{self._salt}.{self._last:06d}", operation, *more)
         self._all[accepted.request_id], self._keys[key] = accepted, accepted.request_id
         while len(self._all) > _LIMIT and (oldest := next(iter(self._all.values()))).future.done():
             self._forget(oldest)
@@ -126,8 +128,8 @@ class Results:
         """Return the request of that id. Raises HTTPException: 410, it was read long ago; 404, there was none."""
         if request_id in self._all:
             return self._all[request_id]
-        number = request_id.rpartition("-")[2]
-        gone = number.isdecimal() and 0 < int(number[:9]) <= self._last
+        stem, _, number = request_id.rpartition(".")
+        gone = stem.endswith(f"-{self._salt}") and number.isdecimal() and 0 < int(number[:9]) <= self._last
         status, what = (410, "no longer kept") if gone else (404, "unknown")
         raise HTTPException(status, f"request {request_id!r} is {what}")
 
@@ -157,7 +159,8 @@ class Service(Resource):
         max_rank: of an adapter.
         max_samplers: policies that are kept to sample from, of all sessions. Beyond it the least recently used one is
             dropped; named ones are reloaded when needed, others are gone. The base is always kept.
-        idle: seconds without a sign of life after which a session is ended and its models freed.
+        idle: seconds without a sign of life, >= 60, after which a session is ended and its models freed; the SDK gives
+            one every ten seconds.
         dedupe: carry out a request that arrives twice only once.
         patience: seconds that a request waits for one with a lower seq_id before it fails.
 
@@ -184,7 +187,7 @@ class Service(Resource):
     ) -> None:
         self.max_rank = _check.integer("max_rank", max_rank, low=1)
         self.max_samplers = _check.integer("max_samplers", max_samplers, low=1)
-        self.idle = _check.real("idle", idle, above=0.0)
+        self.idle = _check.real("idle", idle, low=60.0)
         self.dedupe, self.patience, self._key = dedupe, _check.real("patience", patience, low=0.0), key
         made = toy_models() if models is None else models if isinstance(models, Models) else Models(models)
         self.models, self.names = made, tuple(names)
@@ -363,19 +366,20 @@ async def create_session(service: Service, request: Request) -> Response:
     await read(request, types.CreateSessionRequest)
     session = ClientSession(service.new_session_id(), len(service.sessions))
     service.sessions[session.session_id] = session
-    _end_when_silent(weakref.ref(service), session)
+    _end_when_silent(weakref.ref(service), session, again=False)
     return answer(types.CreateSessionResponse(session_id=session.session_id))
 
 
-def _end_when_silent(found: weakref.ref[Service], session: ClientSession) -> None:
+def _end_when_silent(found: weakref.ref[Service], session: ClientSession, *, again: bool) -> None:
+    """End a session that is found to be silent twice in a row."""
     service = found()
     if service is not None and not session.finished:
         left = session.last_seen + service.idle - time.monotonic()
-        if left <= 0:
+        if left <= 0 and again:
             service.finish_session(session)
         else:
-            again = functools.partial(_end_when_silent, found, session)
-            asyncio.get_running_loop().call_later(left, again)
+            check = functools.partial(_end_when_silent, found, session, again=left <= 0)
+            asyncio.get_running_loop().call_later(max(left, _GRACE), check)
 
 
 async def session_heartbeat(service: Service, request: Request) -> Response:
@@ -396,6 +400,8 @@ async def finish_session(service: Service, request: Request) -> Response:
 async def retrieve_future(service: Service, request: Request) -> Response:
     """Return the result of a request, after waiting for it."""
     accepted = service.results.find((await read(request, types.FutureRetrieveRequest)).request_id)
+    if (session := service.sessions.get(accepted.key[0].partition(":")[0])) is not None:
+        session.last_seen = time.monotonic()
     left = accepted.since + service.patience - time.monotonic()
     await wait_done(accepted.future, _POLL if accepted.waits_for is None else min(_POLL, max(left, 0.0)))
     if accepted.waits_for is not None and time.monotonic() - accepted.since >= service.patience:

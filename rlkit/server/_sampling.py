@@ -80,7 +80,7 @@ def add_sampler(
 ) -> None:
     """Keep a sampler under ``sampler_id``, with a function that opens its policy, or with the policy itself."""
     session_id, _, number = sampler_id.partition(":sample:")
-    word = int(number) * 2**20 + service.sessions[session_id].number
+    word = int(number) * 2**20 + service.find_session(session_id).number  # it may have ended since it was asked for
     base = load is not None and path is None
     service.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, load, base, snapshot)
     _drop_others(service)

@@ -6,7 +6,6 @@ import datetime as dt
 import json
 import logging
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +77,7 @@ class SavedStates:
     """All saved states of a service.
 
     A state that is deleted or expired is first deleted, then removed from the index. After a crash in between, the next
-    service on the folder finds nothing there, and drops the entry; it also removes what was left of unfinished saves.
+    service on the folder finds nothing there, and drops the entry.
 
     Args:
         folder: where the index is kept, so that another service on the same folder knows them; None: in memory. With
@@ -103,8 +102,6 @@ class SavedStates:
             raise
 
     def _read(self) -> None:
-        for rest in self._index.parent.glob(".*.partial") if self._index else ():
-            shutil.rmtree(rest, ignore_errors=True)
         if (index := self._index) is not None and index.exists():
             states = _read_index(index)
             self._all = {x.path: x for x in states if "://" in x.handle or Path(x.handle).exists()}
@@ -204,7 +201,8 @@ class SavedStates:
 
     def _write(self) -> None:
         if self._index is not None:
-            states = [{**attrs.asdict(x), "handle": str(x.handle)} for x in self._all.values()]
+            folder = self._index.parent.absolute()
+            states = [{**attrs.asdict(x), "handle": _inside(folder, x.handle)} for x in self._all.values()]
             with replace_file(self._index) as temporary:
                 temporary.write_text(json.dumps({"format": _FORMAT, "states": states}, indent=1), encoding="utf-8")
 
@@ -227,10 +225,17 @@ def _read_index(index: Path) -> Sequence[SavedState]:
         record = json.loads(index.read_text("utf-8"))
         if record["format"] != _FORMAT:
             raise ValueError(f"format {record['format']}")
-        return [SavedState(**{**item, "lora": Lora(**item["lora"])}) for item in record["states"]]
+        states = [SavedState(**{**item, "lora": Lora(**item["lora"])}) for item in record["states"]]
+        folder = index.parent.absolute()
+        return [x if "://" in x.handle else attrs.evolve(x, handle=str(folder / x.handle)) for x in states]
     except (OSError, ValueError, TypeError, KeyError) as error:
         message = f"{index} is damaged, or not an index of saved states that this version reads: {error!r}"
         raise CheckpointError(message) from error
+
+
+def _inside(folder: Path, handle: str) -> str:
+    """Return a path as seen from the folder, which may be moved with what is in it."""
+    return str(Path(handle).relative_to(folder)) if Path(handle).is_relative_to(folder) else str(handle)
 
 
 def expiry_of(ttl: int | None) -> float | None:

@@ -65,6 +65,13 @@ class RequestOrder:
                 self._refused.add(seq_id)
                 self._go_on()
 
+    def close(self) -> None:
+        """Cancel the requests that wait for one with a lower number."""
+        with self._lock:
+            for request in filter(None, self._held.values()):
+                request.future.cancel()
+            self._held.clear()
+
     def knows(self, seq_id: int | None) -> bool:
         """Return whether a request of that number was carried out, or will be."""
         with self._lock:
@@ -116,6 +123,7 @@ class TrainingRun:
                 self.model = None
             self.worker.close()  # from its own thread: it ends after this job
 
+        self.order.close()
         self.worker.submit(job)
 
 
@@ -165,8 +173,7 @@ async def create_model(service: Service, request: Request) -> Response:
     """Make a new model to train."""
     call = await read(request, types.CreateModelRequest)
     lora = Lora(**({"train_unembed": True} if call.lora_config is None else dict(call.lora_config)))
-    if lora.rank > service.max_rank:
-        raise DataError(f"lora_config.rank is {lora.rank}; this server's limit is {service.max_rank}")
+    _check_rank(service, "lora_config.rank", lora)
 
     def job(run: TrainingRun) -> Response:
         run.model = service.models.create(lora)
@@ -175,10 +182,16 @@ async def create_model(service: Service, request: Request) -> Response:
     return _start_run(service, call, call.base_model, lora, job)
 
 
+def _check_rank(service: Service, what: str, lora: Lora) -> None:
+    if lora.rank > service.max_rank:
+        raise DataError(f"{what} is {lora.rank}; this server's limit is {service.max_rank}")
+
+
 async def load_weights(service: Service, request: Request) -> Response:
     """Make a model from a saved one, or load another state into an existing model."""
     call = await read(request, types.LoadWeightsRequest)
     state = service.saved.find(call.path, "weights")
+    _check_rank(service, f"the rank of {call.path}", state.lora)
 
     def job(run: TrainingRun) -> Response:
         old, run.model = run.model, service.models.load(state.handle, optimizer=call.optimizer)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import attrs
 
 from rlkit import _check
+from rlkit.errors import DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
 __all__ = ["Findings", "Unreadable", "behind", "calls_at", "json_at", "skip"]
@@ -42,7 +43,17 @@ def json_at(text: str, start: int) -> tuple[object, int]:
         raise Unreadable(f"the JSON is not valid: {error}", start) from None
     except RecursionError:
         raise Unreadable("the JSON is nested too deeply", start) from None
+    if isinstance(value, (dict, list)):
+        check_depth(value, start)
     return value, int(end)
+
+
+def check_depth(value: object, position: int) -> None:
+    """Raise Unreadable for what clients could not send back, as a part of a conversation."""
+    try:
+        _check.depth("", value, most=_DEPTH)
+    except DataError:
+        raise Unreadable("the JSON is nested too deeply", position) from None
 
 
 def skip(text: str, at: int) -> int:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rlkit import _check
 from rlkit._interaction import Message
 from rlkit._runtime import warn
 from rlkit.tools._reading import Findings
@@ -105,7 +106,9 @@ class ResponseReader:
                     break
             else:
                 texts[field] = texts.get(field, "") + body
-        json.dumps([call.arguments for call in findings.calls], allow_nan=False)  # raises for what is not JSON
+        arguments = [call.arguments for call in findings.calls]
+        json.dumps(arguments, allow_nan=False)  # raises for what is not JSON
+        _check.depth("the calls", arguments, most=64)
         content = texts.get("content", "").strip()
         left = [opening for opening in self._opening if opening in content]
         if left:

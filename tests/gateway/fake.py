@@ -32,6 +32,7 @@ class FakeService:
     model = "policy"
     tokenizer = ByteTokenizer()
     max_length = 4096
+    params = None
 
     def __init__(self, says=("Hello there, Wörld!",)):
         self.says = [Says(x) if isinstance(x, str) else x for x in says]

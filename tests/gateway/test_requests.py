@@ -66,7 +66,7 @@ def typed(kind, **fields):
 NAMED_SUB = {"type": "function", "function": {"name": "sub"}}
 REFUSED = {  # by API: fields, each with values for which it is named
     "chat": """messages [] 5 null; temperature 1e-7 "1" true 1e999; top_p 0; top_k 0.5 2147483648; min_p 2;
-        presence_penalty 3; repetition_penalty 0; max_tokens 0; max_completion_tokens "5"; n 4097 1.5 true;
+        presence_penalty 3; repetition_penalty 0; max_tokens 0; max_completion_tokens "5"; n 1025 1.5 true;
         seed 18446744073709551616; stream "yes"; stop_token_ids [259]; logprobs 1; top_logprobs 3 21; echo true;
         tool_choice "required" "always"; chat_template_kwargs {"messages":[]}; response_format "json";
         prompt_logprobs 0; skip_special_tokens false""",

@@ -348,9 +348,10 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(open_session):
     assert (error.status, "fire" in error.message, type(session.error)) == (503, False, BackendError)
     assert (session.metrics["errors"], session.turns) == (1, [])
     good = rlkit.Sample(TOKENIZER.encode("a"), [65], [-1.0], "stop")
-    for samples in ([], [good, good], [None], [good], [rlkit.Sample(PROMPT, [9999], [-1.0], "stop")]):
+    bad, long = rlkit.Sample(PROMPT, [9999], [-1.0], "stop"), rlkit.Sample(PROMPT, [65] * 3, [-1.0] * 3, "stop")
+    for samples in ([], [good, good], [None], [good], [bad], [long], None, iter([good])):
         session = open_session([], ask=lambda *_, samples=samples: asyncio.sleep(0, samples))
-        assert refused(answer, session, prompt=PROMPT).status == 503
+        assert refused(answer, session, prompt=PROMPT, sampling=Sampling(max_tokens=2)).status == 503
         assert ("session(ask)" in str(session.error), session.turns) == (True, [])
 
 

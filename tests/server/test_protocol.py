@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 
 import httpx
@@ -369,9 +370,12 @@ def test_a_mistake_in_the_server_is_a_500(client, monkeypatch, caplog):
     assert "GET /api/v1/checkpoints failed" in caplog.text
 
 
-def test_silent_sessions_end(make):
-    """Their models are freed, though nobody else comes; one that gave a sign of life stays."""
-    service = make(idle=0.5).service
+def test_silent_sessions_end(make, monkeypatch):
+    """Their models are freed, though nobody else comes; one that gave a sign of life stays, and waiting is one."""
+    monkeypatch.setattr(_app, "_GRACE", 0.1)
+    client = make()
+    service = client.service
+    service.idle = 0.2
 
     async def play():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app)) as http:
@@ -386,6 +390,26 @@ def test_silent_sessions_end(make):
         return service.sessions[alive].finished
 
     assert not asyncio.run(play())
+    session = service.sessions[client.session]
+    accepted = client.post("create_model", {"session_id": client.session, "model_seq_id": 0, "base_model": "toy"})
+    session.last_seen = 0.0
+    client.result(accepted)
+    assert session.last_seen > 0.0
+
+
+def test_what_waits_when_a_session_ends(client, monkeypatch):
+    """For a request that never came: it is cancelled. A sampler that comes too late is not kept."""
+    model, ready = client.model(), threading.Event()
+    run = client.service.runs[model]
+    run.worker.submit(ready.wait)
+    snapshot = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    late, held = client.post("save_weights_for_sampler", snapshot)[1], client.step(model, 3)[1]
+    client.post(f"sessions/{client.session}/finish", {})
+    assert client.step(model, 2)[0] == 410
+    ready.set()
+    assert client.post("retrieve_future", {"request_id": held["request_id"]})[0] == 410
+    assert "was finished" in client.result(late)["error"]
+    assert client.service.samplers == {}
 
 
 def test_what_a_client_is_told(make):

@@ -117,10 +117,14 @@ def test_states_are_loaded(client, monkeypatch):
     assert run.last_request > 0
     other = client.model(1, lora_config={"rank": 4})
     small = client.result(client.save(other, 1, path="b"))["path"]
-    client.result(client.post("load_weights", {**load, "seq_id": 3, "path": small}))
+    monkeypatch.setattr(client.service, "max_rank", 3)
+    status, answer = client.post("load_weights", {**load, "seq_id": 3, "path": small})
+    assert (status, answer["detail"]) == (400, f"the rank of {small} is 4; this server's limit is 3")
+    monkeypatch.undo()
+    client.result(client.post("load_weights", {**load, "seq_id": 4, "path": small}))
     assert client.post("get_info", {"model_id": model})[1]["lora_rank"] == 4  # and what is saved next says so
-    sampler = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "a"})
-    status, answer = client.post("load_weights", {**load, "seq_id": 5, "path": client.result(sampler)["path"]})
+    sampler = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 5, "path": "a"})
+    status, answer = client.post("load_weights", {**load, "seq_id": 6, "path": client.result(sampler)["path"]})
     assert (status, "training cannot start from them" in answer["detail"]) == (400, True)
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
     status, answer = client.post("create_sampling_session", body)
@@ -229,14 +233,23 @@ def test_a_new_service_knows_the_folder(tmp_path):
 
 
 def test_clients_of_an_earlier_server_are_not_taken_for_new_ones(tmp_path):
-    """On the same folder, with the same seed: its calls would train another's model. It removes half of a save."""
-    rest, ids = tmp_path / ".a-12345678.partial", []
+    """On the same folder, with the same seed: its calls would train another's model, and get another's results."""
+    ids, requests = [], []
     for _ in range(2):
-        rest.mkdir()
         with served(tmp_path) as fake:
-            assert not rest.exists()
             ids.append(begin(fake).model_id)
+            requests += fake.service.results._all
     assert ids[0] != ids[1]
+    assert len(set(requests)) == 2
+
+
+def test_a_folder_may_be_moved(tmp_path):
+    """With its list of states and what is in it."""
+    with served(tmp_path / "here") as fake:
+        path = begin(fake).save_state("a").result().path
+    (tmp_path / "here").rename(tmp_path / "there")
+    with served(tmp_path / "there") as fake:
+        fake.service_client().create_training_client_from_state(path).result()
 
 
 def test_an_index_keeps_all_of_a_state(tmp_path):

@@ -128,6 +128,7 @@ def test_calls(kind, text, outside, calls):
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" is a list, not an object'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', '"arguments" is a string, not an object'),
         ("hermes", f"<tool_call>{CALL} and more", "</tool_call> is missing"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"x": ' * 70 + "1" + "}" * 71, "nested too deeply"),
         ("hermes", f"<tool_call>{CALL}, {CALL}</tool_call>", "</tool_call> is missing"),
         ("json", '{"name": "add", "arguments": {"x": }}', "the JSON is not valid: Expecting value"),
         ("json", '{"tool": "add"}', 'no "name"'),

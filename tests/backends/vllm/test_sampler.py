@@ -238,6 +238,9 @@ def test_a_session_records_what_is_asked_for_alone(gateway, inner):
             assert session.turns == []
             assert len(sampler.sample([65], rlkit.SamplingParams(max_tokens=1), n=200).result()) == 200
         assert len(session.turns) == 200
+    session = gateway.session(params=rlkit.SamplingParams(temperature=0.5))  # it does not draw as it is asked to
+    with session, pytest.raises(rlkit.BackendError, match="top_k=1"):
+        rlkit.sampler(session.root_url, tokenizer=inner.tokenizer)
 
 
 class Waits:
