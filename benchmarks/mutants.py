@@ -90,7 +90,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "drawing": (["rlkit/backends/_drawing.py"], [DRAWING], [DRAWING]),
     "toy": (["rlkit/backends/toy.py"], [TOY], POLICIES),
     "trajectory": (
-        ["rlkit/trajectory/*.py"],
+        ["rlkit/trajectory.py"],
         ["tests/test_trajectory.py"],
         ["tests/test_trajectory.py", "tests/rollouts/test_alignment.py", "tests/test_credit.py"],
     ),

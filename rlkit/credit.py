@@ -19,8 +19,7 @@ from rlkit.advantages.tokens import KL_ESTIMATORS, MODES
 from rlkit.backends import reference_logprobs
 from rlkit.backends.protocol import Critic, Sampler
 from rlkit.errors import ConfigError, DataError
-from rlkit.trajectory import Group, Trajectory, datums
-from rlkit.trajectory.types import checked_groups, token_rewards, turn_states
+from rlkit.trajectory import Group, Trajectory, checked_groups, datums, token_rewards, turn_states
 from rlkit.types import Datum
 
 __all__ = ["Batch", "Item", "assign", "minibatches", "weigh"]

@@ -17,7 +17,7 @@ from rlkit.errors import ConfigError
 from rlkit.metrics import pass_at_k
 from rlkit.rollouts import Plan, Rollouts, rollout
 from rlkit.rollouts.api import listed, planned, run_in_thread
-from rlkit.trajectory.types import read_only
+from rlkit.trajectory import read_only
 
 __all__ = ["Evaluation", "Score", "evaluate", "evaluate_sync", "interval", "score"]
 

@@ -15,8 +15,7 @@ import numpy as np
 from rlkit import _check, _files
 from rlkit._runtime import warn
 from rlkit.errors import DataError
-from rlkit.trajectory import Failure, Group, Trajectory, Turn
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Failure, Group, Trajectory, Turn, checked_groups
 from rlkit.types import SAMPLING_OPTIONS, Sample
 
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]

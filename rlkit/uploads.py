@@ -22,8 +22,7 @@ from rlkit import _check
 from rlkit._runtime import Resource
 from rlkit.errors import ConfigError
 from rlkit.tracking import BackgroundCalls
-from rlkit.trajectory import Group, Trajectory
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, Trajectory, checked_groups
 
 __all__ = ["OpenRewardUpload"]
 

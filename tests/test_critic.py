@@ -15,8 +15,7 @@ from rlkit.backends.toy import ByteTokenizer
 from rlkit.credit import assign
 from rlkit.critics import Critic
 from rlkit.errors import CheckpointError, ConfigError, DataError, UnknownNameError, UnsupportedError
-from rlkit.trajectory import Group, Trajectory, Turn, datums
-from rlkit.trajectory.types import token_rewards
+from rlkit.trajectory import Group, Trajectory, Turn, datums, token_rewards
 from tests.properties import examples
 
 torch = pytest.importorskip("torch")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit import DataError, Sample
 from rlkit.advantages import token_weights
-from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
-from rlkit.trajectory.types import token_rewards, turn_states
+from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums, token_rewards, turn_states
 from tests.each import for_each
 from tests.properties import examples
 

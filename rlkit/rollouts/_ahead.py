@@ -24,8 +24,7 @@ from rlkit.futures import Future
 from rlkit.metrics import token_lag
 from rlkit.rollouts._plan import Plan
 from rlkit.rollouts.api import Rollouts, planned, rollout
-from rlkit.trajectory import Group
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, checked_groups
 
 __all__ = ["AsyncRollouts", "Replay", "async_rollouts"]
 

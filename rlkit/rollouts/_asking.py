@@ -20,7 +20,7 @@ from rlkit.backends.protocol import Sampler
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, DataError, RlkitError
 from rlkit.rollouts._plan import CannotGoOn, Plan
-from rlkit.trajectory.types import Failure, Group, Trajectory
+from rlkit.trajectory import Failure, Group, Trajectory
 from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Asker", "Counters", "Lanes", "SamplerFailed", "Start", "attempts", "numeric"]

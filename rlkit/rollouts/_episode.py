@@ -29,7 +29,7 @@ from rlkit.rollouts._plan import (
     pauses,
     sampling_seed,
 )
-from rlkit.trajectory.types import Failure, Trajectory, Turn
+from rlkit.trajectory import Failure, Trajectory, Turn
 from rlkit.types import Sample, SamplingParams
 
 if TYPE_CHECKING:

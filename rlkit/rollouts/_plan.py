@@ -22,7 +22,7 @@ from rlkit._check import checked
 from rlkit._runtime import PACKAGE
 from rlkit.envs.protocol import TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
-from rlkit.trajectory.types import read_only
+from rlkit.trajectory import read_only
 from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts._asking import Asker, Counters, Lanes, Start
 from rlkit.rollouts._episode import HARNESS_PLAYER, Episode, HarnessPlayer, Shared, rewarded, scored
 from rlkit.rollouts._plan import CannotGoOn, Plan, described, find_executor, pauses, start_seed
-from rlkit.trajectory.types import Failure, Group, Trajectory
+from rlkit.trajectory import Failure, Group, Trajectory
 
 if TYPE_CHECKING:
     from rlkit.chat import Chat

@@ -21,8 +21,7 @@ from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 from rlkit.tracking.diagnostics import mismatch_metrics, train_metrics
 from rlkit.tracking.jsonl import Jsonl, PerToken, check_metrics, check_per_token, read_metrics
-from rlkit.trajectory import Group
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, checked_groups
 
 __all__ = [
     "Jsonl",

@@ -11,8 +11,7 @@ from rlkit import _check
 from rlkit._secrets import redact
 from rlkit.metrics.names import combine, general, reduction
 from rlkit.tracking import check_metrics
-from rlkit.trajectory import Group
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, checked_groups
 
 __all__ = ["Console"]
 

@@ -16,8 +16,7 @@ import numpy as np
 from rlkit import _check, _files, storage
 from rlkit._secrets import mask, redact
 from rlkit.errors import CheckpointError, DataError
-from rlkit.trajectory import Group
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, checked_groups
 
 __all__ = ["FILES", "Jsonl", "MetricsRow", "PerToken", "check_metrics", "check_per_token", "read_metrics"]
 

@@ -21,8 +21,7 @@ from rlkit._secrets import mask, redact
 from rlkit.config import flatten
 from rlkit.errors import ConfigError
 from rlkit.tracking import check_metrics
-from rlkit.trajectory import Group
-from rlkit.trajectory.types import checked_groups
+from rlkit.trajectory import Group, checked_groups
 
 __all__ = ["Mlflow", "TensorBoard", "Trackio", "Wandb"]
 

@@ -1,11 +1,11 @@
-"""Turns, trajectories and groups: the results of episodes."""
+"""Turns, trajectories and groups: what rollouts yield, and the datums that train them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -15,32 +15,11 @@ from rlkit import _check
 from rlkit._check import checked
 from rlkit.errors import DataError
 from rlkit.rewards import reduction
-from rlkit.types import Sample
+from rlkit.types import Datum, Sample
 
-__all__ = [
-    "Failure",
-    "Group",
-    "Trajectory",
-    "Turn",
-    "items",
-    "keep",
-    "numbers",
-    "read_only",
-    "reduced",
-    "reward",
-    "several",
-    "tags",
-    "text",
-    "token_rewards",
-    "turn_states",
-]
+__all__ = ["Failure", "Group", "Trajectory", "Turn", "datums"]
 
 T = TypeVar("T")
-
-
-def keep(value: object) -> object:
-    """Take what the caller gave, of any type; it is checked once all fields are there."""
-    return value
 
 
 def read_only(value: object) -> object:
@@ -56,10 +35,10 @@ def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()
     return functools.partial(kind, **plain), ()
 
 
-def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
+def items(where: str, value: object, kind: type[T], what: str = "") -> tuple[T, ...]:
     """Return a sequence of one class as a tuple."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise DataError(where, f"got {_check.describe(value)}", f"a sequence of {kind.__name__}")
+        raise DataError(where, f"got {_check.describe(value)}", f"a sequence of {what or kind.__name__}")
     listed = tuple(value)
     for i, item in enumerate(listed):
         _check.require(isinstance(item, kind), f"{where}[{i}]", item, f"a {kind.__name__}", error=DataError)
@@ -73,40 +52,39 @@ def reward(where: str, value: object) -> float:
     return _check.real(where, value, error=DataError, why="or NaN for unscored")
 
 
-def several(value: object, total: float) -> tuple[float, ...]:
-    """Return the rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise DataError("Turn.rewards", f"got {_check.describe(value)}", "a sequence of numbers")
-    rewards = tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(value))
-    if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
-        what = f"is {total:g}, but the sum of rewards is {sum(rewards):g}"
-        raise DataError("Turn.reward", what, "their sum", "give only rewards")
-    return rewards
+def _rewards(value: object) -> tuple[float, ...] | None:
+    """Return the rewards of a turn as a tuple; None where it has one alone."""
+    if value is None:
+        return None
+    listed = items("Turn.rewards", value, object, "numbers")
+    return tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(listed))
 
 
-def text(where: str, value: object) -> None:
-    """Raise where it is not text."""
+def text(where: str, value: object) -> object:
+    """Return a text as it is."""
     _check.require(isinstance(value, str), where, value, "text", error=DataError)
+    return value
 
 
-def numbers(where: str, value: Mapping[str, float]) -> None:
-    """Raise where it is not a mapping from names to finite numbers."""
-    _names(where, value)
-    for name, number in value.items():
+def numbers(where: str, value: object) -> Mapping[str, float]:
+    """Return names and finite numbers as a read-only mapping."""
+    for name, number in _named(where, value).items():
         _check.real(f"{where}[{name!r}]", number, error=DataError)
+    return _named(where, value)
 
 
-def tags(where: str, value: Mapping[str, object]) -> None:
-    """Raise where it is not a mapping from names to texts, numbers and bools."""
-    _names(where, value)
-    for name, tag in value.items():
+def tags(where: str, value: object) -> Mapping[str, str | float]:
+    """Return names and texts, numbers or bools as a read-only mapping."""
+    for name, tag in _named(where, value).items():
         if not isinstance(tag, (str, bool, int, float)):
             raise DataError(f"{where}[{name!r}]", f"got {_check.describe(tag)}", "text, a number or a bool")
+    return _named(where, value)
 
 
-def _names(where: str, value: object) -> None:
+def _named(where: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise DataError(where, f"got {_check.describe(value)}", "a mapping with names as keys")
+    return MappingProxyType(dict(value))
 
 
 REDUCTIONS = ("sum", "mean", "max", "min", "last")
@@ -136,18 +114,19 @@ class Turn:
     """
 
     sample: Sample
-    reward: float = attrs.field(default=0.0, converter=keep)
-    metrics: Mapping[str, float] = attrs.field(factory=dict, converter=read_only)
-    rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=keep)
+    reward: float = checked(0.0, reward)
+    metrics: Mapping[str, float] = checked(attrs.Factory(dict), numbers)
+    rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=_rewards)
     weight: float = checked(1.0, _check.real, kw_only=True, low=0.0, error=DataError)
 
     def __attrs_post_init__(self) -> None:
         _check.require(isinstance(self.sample, Sample), "Turn.sample", self.sample, "an rlkit.Sample", error=DataError)
-        object.__setattr__(self, "reward", reward("Turn.reward", self.reward))
         if self.rewards is not None:
-            object.__setattr__(self, "rewards", several(self.rewards, self.reward))
-            object.__setattr__(self, "reward", float(sum(self.rewards)))
-        numbers("Turn.metrics", self.metrics)
+            total = float(sum(self.rewards))
+            if self.reward != 0.0 and not np.isclose(self.reward, total, equal_nan=True):
+                what = f"is {self.reward:g}, but the sum of rewards is {total:g}"
+                raise DataError("Turn.reward", what, "their sum", "give only rewards")
+            object.__setattr__(self, "reward", total)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -181,6 +160,10 @@ class Turn:
         return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
 
 
+def _turns(value: object) -> tuple[Turn, ...]:
+    return items("Trajectory.turns", value, Turn)
+
+
 @attrs.frozen(eq=False, repr=False)
 class Trajectory:
     """One episode.
@@ -212,29 +195,23 @@ class Trajectory:
     (0.75, 3)
     """
 
-    turns: Sequence[Turn] = attrs.field(converter=keep)
+    turns: Sequence[Turn] = attrs.field(converter=_turns)
     terminated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
     truncated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
-    ended: str = attrs.field(default="", kw_only=True)
-    env: str = attrs.field(default="env", kw_only=True)
+    ended: str = checked("", text, kw_only=True)
+    env: str = checked("env", text, kw_only=True)
     index: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
     seed: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
     reduction: str = checked("sum", _check.choice, kw_only=True, options=REDUCTIONS, error=DataError)
     nonterminal_reward: float | None = checked(None, _check.real, none=True, kw_only=True, error=DataError)
     nonterminal_override: float | None = checked(None, _check.real, none=True, kw_only=True, error=DataError)
-    tags: Mapping[str, str | float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
-    metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
-    messages: Sequence[Mapping[str, object]] = attrs.field(factory=tuple, kw_only=True, converter=keep)
+    tags: Mapping[str, str | float] = checked(attrs.Factory(dict), tags, kw_only=True)
+    metrics: Mapping[str, float] = checked(attrs.Factory(dict), numbers, kw_only=True)
+    messages: Sequence[Mapping[str, object]] = checked((), items, kw_only=True, kind=Mapping)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "turns", items("Trajectory.turns", self.turns, Turn))
-        for name in ("ended", "env"):
-            text(f"Trajectory.{name}", getattr(self, name))
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise DataError("Trajectory.nonterminal_reward", "is given with nonterminal_override", "one of the two")
-        numbers("Trajectory.metrics", self.metrics)
-        tags("Trajectory.tags", self.tags)
-        object.__setattr__(self, "messages", items("Trajectory.messages", self.messages, Mapping))
 
     @property
     def rewards(self) -> np.ndarray:
@@ -314,6 +291,10 @@ class Failure:
     member: int = 0
 
 
+def _trajectories(value: object) -> tuple[Trajectory, ...]:
+    return items("Group.trajectories", value, Trajectory)
+
+
 @attrs.frozen(eq=False, repr=False)
 class Group:
     """Episodes of one task by one policy: what an estimator compares.
@@ -332,17 +313,12 @@ class Group:
     array([0., 1.])
     """
 
-    trajectories: Sequence[Trajectory] = attrs.field(converter=keep)
-    failures: Sequence[Failure] = attrs.field(factory=tuple, kw_only=True, converter=keep)
-    env: str = attrs.field(default="env", kw_only=True)
+    trajectories: Sequence[Trajectory] = attrs.field(converter=_trajectories)
+    failures: Sequence[Failure] = checked((), items, kw_only=True, kind=Failure)
+    env: str = checked("env", text, kw_only=True)
     index: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
     number: int = checked(0, _check.integer, kw_only=True, low=0, error=DataError)
     step: int = checked(0, _check.integer, kw_only=True, low=0, error=DataError)
-
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "trajectories", items("Group.trajectories", self.trajectories, Trajectory))
-        object.__setattr__(self, "failures", items("Group.failures", self.failures, Failure))
-        text("Group.env", self.env)
 
     @classmethod
     def of_samples(cls, samples: Sequence[Sample], rewards: Sequence[float] | np.ndarray) -> Group:
@@ -431,3 +407,176 @@ def turn_states(trajectory: Trajectory) -> list[Hashable]:
     if len(said) == len(trajectory.turns) + 1:  # each of the policy's messages is a turn, and there is one branch
         return [tuple(texts) for texts in said[:-1]]
     return [turn.prompt.tobytes() for turn in trajectory.turns]
+
+
+def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "raise", **inputs: object) -> list[Datum]:
+    """Return the datums that train a trajectory: its tokens exactly as they were sent and sampled.
+
+    Turns whose prompt begins with the previous prompt and action are merged into one datum, so the cost is linear in
+    the length of the conversation. A turn whose prompt does not (a template rewrote the history, or the environment
+    replaced it), or that was drawn at another temperature, or otherwise than the policy would (top_p, a penalty, ...),
+    starts a new one. The mask is True at the actions' tokens and nowhere else; a datum without any is left out.
+
+    Args:
+        trajectory: T turns with n_1 ... n_T action tokens.
+        advantages: one number for the trajectory; or [T], one per turn; or a sequence of T arrays [n_i], one number
+            per action token (``trajectory.per_turn`` cuts a flat array).
+        split: "raise": a DataError where more than one datum is needed, because losses on sequences, such as gspo, act
+            per datum and would see parts; "allow".
+        inputs: further inputs in the same forms, ``weights=`` for example: what ``token_weights`` gives for
+            ``trajectory.token_count`` goes to every datum of the trajectory. Per token also [n_i, K]. A single
+            number other than an advantage stays one number per datum. An explicit ``sampling_logprobs=`` takes the
+            place of the recorded ones and says that truncation and penalties have been corrected for. ``weights`` are
+            multiplied by those of the turns, and are there without being given where a turn has one other than 1.
+
+    Returns:
+        One datum or, with split="allow", as many as needed, none where no action has a token. Each has
+        ``sampling_logprobs`` and what was given, and ``versions`` where several policies drew its tokens.
+
+    Raises:
+        DataError: what was given has none of the forms, or a split is needed.
+        ConfigError: split is unknown.
+
+    >>> from rlkit import Sample
+    >>> from rlkit.trajectory import Trajectory, Turn, datums
+    >>> first = Turn(Sample([5, 6], [7], [-0.5]))
+    >>> second = Turn(Sample([5, 6, 7, 1], [8, 9], [-1.0, -2.0]))  # begins with 5 6 7
+    >>> (datum,) = datums(Trajectory([first, second]), [0.5, -1.0], weights=0.25)
+    >>> datum.tokens, datum.mask.astype(int), datum.inputs["advantages"]
+    (array([5, 6, 7, 1, 8, 9]), array([0, 0, 1, 0, 1, 1]), array([ 0. ,  0. ,  0.5,  0. , -1. , -1. ], dtype=float32))
+
+    Peers: one datum per turn, quadratic in the length of the conversation, is what several libraries train; others put
+    advantages on the last tokens, tool replies included.
+    """
+    _check.choice("split", split, ("raise", "allow"))
+    _check.require(isinstance(trajectory, Trajectory), "trajectory", trajectory, "an rlkit Trajectory", error=DataError)
+    taken = {"tokens", "mask", "inputs", "temperature", "truncated"} & inputs.keys()
+    if taken:
+        raise DataError(f"datums: {min(taken)!r} comes from the trajectory and cannot be given")
+    if advantages is not None:
+        inputs["advantages"] = advantages
+    turns = trajectory.turns
+    weighted = any(turn.weight != 1.0 for turn in turns)
+    if weighted:
+        inputs.setdefault("weights", 1.0)
+    forms = {name: _per_token(name, value, turns) for name, value in inputs.items()}
+    if weighted:
+        forms["weights"] = _times(forms["weights"], turns)
+    runs = _runs(turns)
+    if len(runs) > 1 and split == "raise":
+        raise DataError(
+            f"datums: turn {runs[1][0]} {_difference(turns, runs[1][0])}, so this trajectory needs"
+            f' {len(runs)} datums, and losses on sequences would see parts; split="allow" accepts that'
+        )
+    return [_merged([turns[i] for i in run], run, forms) for run in runs]
+
+
+def _runs(turns: Sequence[Turn]) -> list[list[int]]:
+    """Return indices of turns, cut where one cannot share a datum with the one before; each run ends with a token."""
+    runs: list[list[int]] = []
+    for i, turn in enumerate(turns):
+        if i and _continues(turns[i - 1], turn):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    for run in runs:
+        while run and not turns[run[-1]].tokens.size:
+            run.pop()
+    return [run for run in runs if run]
+
+
+def _continues(before: Turn, turn: Turn) -> bool:
+    drawn_alike = (
+        turn.sample.temperature == before.sample.temperature and turn.sample.reshapes == before.sample.reshapes
+    )
+    return drawn_alike and _same_tokens(before, turn)
+
+
+def _same_tokens(before: Turn, turn: Turn) -> bool:
+    """Return whether the turn's prompt begins with the prompt and the action of the one before."""
+    p, n = before.prompt.size, before.tokens.size
+    return (
+        turn.prompt.size >= p + n
+        and np.array_equal(turn.prompt[:p], before.prompt)
+        and np.array_equal(turn.prompt[p : p + n], before.tokens)
+    )
+
+
+def _difference(turns: Sequence[Turn], index: int) -> str:
+    """Return for a message why a turn cannot share a datum with the one before it."""
+    before, turn = turns[index - 1], turns[index]
+    if not _same_tokens(before, turn):
+        return "does not continue the tokens of the turn before it"
+    if turn.sample.temperature != before.sample.temperature:
+        how = f"temperature {turn.sample.temperature:g}, the turn before it at {before.sample.temperature:g}"
+        return f"was drawn at {how}"
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    pairs = [(name, getattr(turn.sample, name), getattr(before.sample, name)) for name in names]
+    what = ", ".join(f"{name} {value:g} (before: {other:g})" for name, value, other in pairs if value != other)
+    return f"was drawn with {what}"
+
+
+def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]) -> Datum:
+    last = turns[-1]
+    tokens = np.concatenate([last.prompt, last.tokens])
+    mask = np.zeros(tokens.size, bool)
+    for turn in turns:
+        mask[turn.prompt.size : turn.prompt.size + turn.tokens.size] = True
+    inputs: dict[str, np.ndarray] = {}
+    for name, parts in forms.items():
+        inputs[name] = np.concatenate([parts[i] for i in run]) if isinstance(parts, list) else parts
+    truncated = last.sample.reshapes and "sampling_logprobs" not in inputs
+    inputs.setdefault("sampling_logprobs", np.concatenate([turn.logprobs for turn in turns]))
+    versions = np.concatenate([turn.sample.token_versions for turn in turns])
+    if (versions != versions[0]).any():
+        inputs.setdefault("versions", versions)
+    return Datum(tokens, mask, inputs, temperature=last.sample.temperature, truncated=truncated)
+
+
+def _tokens_of_turns(where: str, values: Sequence[object] | np.ndarray, turns: Sequence[Turn]) -> list[np.ndarray]:
+    return [_tokens_of(f"{where}[{i}]", x, turn) for i, (x, turn) in enumerate(zip(values, turns, strict=True))]
+
+
+def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | list[np.ndarray]:
+    """Return a number as a rank-0 array; everything else as one array [n_i] or [n_i, K] per turn."""
+    where = f"datums({name})"
+    count = len(turns)
+    expected = f"a number, [{count}] (one per turn), or {count} arrays (one entry per action token)"
+    _check.require(not isinstance(value, (str, bytes, Mapping)), where, value, expected, error=DataError)
+    if isinstance(value, (list, tuple)) and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in value):
+        if len(value) != count:
+            raise DataError(where, f"has {len(value)} arrays", f"{count}", "one per turn")
+        return _tokens_of_turns(where, value, turns)
+    array = _check.as_array(where, value, expected)
+    if array.ndim >= 2 and array.shape[0] == count:
+        return _tokens_of_turns(where, array, turns)
+    if array.ndim == 1 and array.size == count:
+        _finite(where, array)
+        return [np.full(turn.tokens.size, x) for x, turn in zip(array, turns, strict=True)]
+    if array.ndim:
+        hint = "split a flat array of tokens with trajectory.per_turn(x)"
+        raise DataError(where, f"has shape {array.shape}", expected, hint)
+    _finite(where, array)
+    return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
+
+
+def _times(weights: np.ndarray | list[np.ndarray], turns: Sequence[Turn]) -> list[np.ndarray]:
+    """Return the weights, one for all or one array [n_i] per turn, times those of the turns."""
+    parts = weights if isinstance(weights, list) else [np.full(turn.tokens.size, weights) for turn in turns]
+    return [part * turn.weight for part, turn in zip(parts, turns, strict=True)]
+
+
+def _tokens_of(where: str, value: object, turn: Turn) -> np.ndarray:
+    array = _check.as_array(where, value, f"[{turn.tokens.size}]")
+    if array.ndim not in (1, 2) or array.shape[0] != turn.tokens.size:
+        what, expected = f"has shape {array.shape}", f"({turn.tokens.size},)"
+        raise DataError(where, what, expected, "one entry per token of this turn's action")
+    _finite(where, array)
+    return array
+
+
+def _finite(where: str, array: np.ndarray) -> None:
+    bad = np.argwhere(~np.isfinite(array))
+    if bad.size or (array.ndim == 0 and not np.isfinite(array)):
+        index = "".join(f"[{i}]" for i in bad[0])
+        raise DataError(where + index, f"is {array[tuple(bad[0])]}", "a finite number")
