@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -146,13 +145,14 @@ def test_the_command(tmp_path):
 
 def test_a_second_signal_ends_the_command():
     """Though what was begun is not done yet."""
-    program = "import time; from rlkit import cli; print(1, flush=True); cli._wait_for_signal(); time.sleep(600)"
+    program = """import threading, time; from rlkit import cli; wait = threading.Event.wait
+threading.Event.wait = lambda self: print("ready", flush=True) or wait(self)
+cli._wait_for_signal(); time.sleep(600)"""
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         try:
-            for said in ("1", "closing, once what was begun is done"):
+            for said in ("ready", "closing, once what was begun is done"):
                 while not process.stdout.readline().startswith(said):
                     assert process.poll() is None
-                time.sleep(0.2)
                 process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=120) == -signal.SIGTERM
         finally:
