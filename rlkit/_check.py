@@ -19,6 +19,7 @@ from rlkit.errors import ConfigError, DataError, RlkitError
 P = ParamSpec("P")
 T = TypeVar("T")
 _SHOWN = 60
+DEEPEST_CALL = 64  # levels of a call that a policy writes, which clients send back inside of a conversation
 HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.0625; beyond this it is not a logprob
 
 
@@ -334,7 +335,8 @@ def depth(where: str, value: object, most: int = 100) -> None:
     level: list[Any] = [value]
     for _ in range(most):
         inner = (each.values() if isinstance(each, Mapping) else each for each in level)
-        level = [each for values in inner for each in values if isinstance(each, (Mapping, list, tuple, np.ndarray))]
-        level = [each for each in level if getattr(each, "ndim", 1)]
+        found = [each for values in inner for each in values if isinstance(each, (Mapping, list, tuple, np.ndarray))]
+        # Each object once: what holds itself twice would double with every level.
+        level = [*{id(each): each for each in found if getattr(each, "ndim", 1)}.values()]
     if level:
         raise DataError(where, "is nested too deeply", f"at most {most} levels")

@@ -306,7 +306,7 @@ def _attempt(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malf
     if name and isinstance(arguments, dict) and status in ("ok", "invalid_json", "unknown_tool"):
         try:
             json.dumps(arguments, allow_nan=False)
-            _check.depth("arguments", arguments, most=64)
+            _check.depth("arguments", arguments, most=_check.DEEPEST_CALL)
             return ToolCall(name, arguments, id_, position)
         except (ValueError, RecursionError) as error:
             problem = f"the JSON is not valid: {error}"

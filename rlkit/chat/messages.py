@@ -91,9 +91,9 @@ def as_json(value: Any) -> Any:
     """Return a value with lists for arrays and plain numbers for numpy's, at any depth: pandas nests them."""
     if isinstance(value, Mapping):
         return {str(key): as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [as_json(inner) for inner in value]
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        return value.item()
+    return [as_json(inner) for inner in value] if isinstance(value, (list, tuple, np.ndarray)) else value
 
 
 def _message(value: object, where: str) -> dict[str, Any]:

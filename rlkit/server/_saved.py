@@ -235,7 +235,8 @@ def _read_index(index: Path) -> Sequence[SavedState]:
 
 def _inside(folder: Path, handle: str) -> str:
     """Return a path as seen from the folder, which may be moved with what is in it."""
-    return str(Path(handle).relative_to(folder)) if Path(handle).is_relative_to(folder) else str(handle)
+    path = Path(handle).absolute()
+    return handle if "://" in handle else str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def expiry_of(ttl: int | None) -> float | None:

@@ -51,7 +51,7 @@ def json_at(text: str, start: int) -> tuple[object, int]:
 def check_depth(value: object, position: int) -> None:
     """Raise Unreadable for what clients could not send back, as a part of a conversation."""
     try:
-        _check.depth("", value, most=_DEPTH)
+        _check.depth("", value, most=_check.DEEPEST_CALL)
     except DataError:
         raise Unreadable("the JSON is nested too deeply", position) from None
 
@@ -154,7 +154,6 @@ def kind(value: object) -> str:
     return next((name for types, name in names if isinstance(value, types)), "a list")
 
 
-_DEPTH = 64
 _TOKEN = re.compile(  # each string is read in one pass, even if its end is missing
     r"\s*(?:(?P<string>[rb]{0,2}(?:'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''"
     r'|"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
@@ -200,7 +199,7 @@ class _Source:
                 raise Unreadable("the calls are not closed, or have what is no literal value", skip(text, self.end))
             depth += (token["mark"] or " ") in "([{"
             depth -= (token["mark"] or " ") in ")]}"
-            if not 0 <= depth <= _DEPTH:
+            if not 0 <= depth <= _check.DEEPEST_CALL:
                 raise Unreadable("the value is nested too deeply" if depth > 0 else "a call is missing", self.end)
             self._add(token)
 

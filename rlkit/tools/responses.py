@@ -108,7 +108,7 @@ class ResponseReader:
                 texts[field] = texts.get(field, "") + body
         arguments = [call.arguments for call in findings.calls]
         json.dumps(arguments, allow_nan=False)  # raises for what is not JSON
-        _check.depth("the calls", arguments, most=64)
+        _check.depth("the calls", arguments, most=_check.DEEPEST_CALL)
         content = texts.get("content", "").strip()
         left = [opening for opening in self._opening if opening in content]
         if left:

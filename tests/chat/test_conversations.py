@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit.chat import Chat
+from rlkit.chat.messages import read_messages
 from tests.chat.build import ADDED, APPENDING, END, SPECIAL, smollm2, tokenizer
 from tests.properties import examples
 
@@ -150,3 +151,13 @@ def test_every_text_arrives(texts):
         f"<|im_start|>{['user', 'assistant'][i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(shown)
     )
     assert t.decode(conversation.prompt, skip_special=False) == expected + "<|im_start|>assistant\n"
+
+
+def test_messages_that_never_end():
+    """Objects of a program may hold themselves, also twice, and an array may have no dimension."""
+    twice = []
+    twice += [twice, twice]
+    for value in (twice, {"more": {"same": twice}}):
+        with pytest.raises(rlkit.DataError, match=r"messages\[0\]: is nested too deeply; expected at most 100 levels"):
+            read_messages([{"role": "user", "content": "x", "field": value}])
+    assert read_messages([{"role": "user", "content": "x", "field": np.array(3)}])[0]["role"] == "user"

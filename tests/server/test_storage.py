@@ -252,19 +252,24 @@ def test_a_folder_may_be_moved(tmp_path):
         fake.service_client().create_training_client_from_state(path).result()
 
 
-def test_an_index_keeps_all_of_a_state(tmp_path):
-    """As it was, the module names of an adapter among it."""
+def test_an_index_keeps_all_of_a_state(tmp_path, monkeypatch):
+    """As it was, the module names of an adapter among it; a path is found again from another directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
     lora, notes = rlkit.Lora(rank=4, target_modules=("q_proj",)), {"metadata": {"a": "b"}, "run_metadata": {"c": 1}}
     state = SavedState("tinker://r/weights/a", str(tmp_path), "toy", lora, 1.0, 1e12, **notes)
     folder = tmp_path / "new" / "folder"
     states = SavedStates(folder, print)
     states.add(state)
     states.add(SavedState("tinker://r/weights/b", "tinker://x/weights/b", "toy", lora, 1.0))  # on a service, no path
+    states.add(SavedState("tinker://r/weights/c", "kept", "toy", lora, 1.0))
     with pytest.raises(rlkit.CheckpointError, match="in use by another server"):
         SavedStates(folder, print)  # each would overwrite what the other knows
     states.close()
-    found, _ = SavedStates(folder, print).list()
+    monkeypatch.chdir("/")
+    found, *others = SavedStates(folder, print).list()
     assert attrs.asdict(found, recurse=False) == attrs.asdict(state, recurse=False)
+    assert [each.handle for each in others] == ["tinker://x/weights/b", str(tmp_path / "kept")]
 
 
 def test_a_damaged_index(tmp_path):
