@@ -15,9 +15,8 @@ import attrs
 
 from rlkit import _check
 from rlkit._files import plain
-from rlkit._program import Ended, Program, spelled
+from rlkit._process import Program, ProgramResult, bypass_proxies, describe_command
 from rlkit.envs import calling
-from rlkit.envs._child import past_proxies
 from rlkit.envs._prompts import named, noted, rows_of
 from rlkit.envs.calling import Running, call
 from rlkit.envs.protocol import Credit, Harness, Message, StepResult, Tasks, TaskSettings, check_credit
@@ -117,7 +116,7 @@ class Command:
             return value if isinstance(value, str) else json.dumps(plain(value))
 
         arguments = [_PLACE.sub(fill, text) for text in self.arguments]
-        everything = past_proxies({**os.environ, **variables, **self.environment})
+        everything = bypass_proxies({**os.environ, **variables, **self.environment})
         task = json.dumps(plain(dict(row)), ensure_ascii=False).encode()
         return Program(arguments, environment=everything, stdin=task, folder=self.folder)
 
@@ -142,7 +141,7 @@ class CommandAgent:
         self._program = self._command.program(self._scored.row, variables)
         self._running = Running("agent", self._program.run, (), calling.current())
         try:
-            ended = cast("Ended", await self._running.result(None))
+            ended = cast("ProgramResult", await self._running.result(None))
         except BaseException:
             self._program.kill()
             await wait_done(self._running.outcome)
@@ -150,7 +149,7 @@ class CommandAgent:
         if ended.code:
             said = ended.stderr.strip()[-_LAST:] or "it wrote nothing to stderr"
             how = f"exit code {ended.code}" if ended.code > 0 else f"ended by signal {-ended.code}"
-            raise AgentError(f"agent {spelled(self._command.arguments)!r}: {how}: {said}")
+            raise AgentError(f"agent {describe_command(self._command.arguments)!r}: {how}: {said}")
         return await self._scored.result(ended.stdout.strip(), session)
 
     async def close(self) -> None:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, TextIO, cast
 import attrs
 
 from rlkit import _check, _orphans, _runtime
-from rlkit._program import spelled
+from rlkit._process import describe_command, read_tail
 from rlkit.envs._adapters import function_schema, package
-from rlkit.envs._child import said
 from rlkit.envs._prompts import Row, Rows, noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout, RlkitError
@@ -58,7 +57,7 @@ class Server:
         if isinstance(self.place, str):
             return f"MCP server {self.place}"
         if isinstance(self.place, Sequence):
-            return f"MCP server {spelled(self.place)!r}"
+            return f"MCP server {describe_command(self.place)!r}"
         return "MCP server"
 
 
@@ -159,7 +158,8 @@ class Connection:
         """Return a fault that is not the policy's as EnvBusy, EnvTimeout or EnvError, with the server's last words."""
         cause = _innermost(error)
         where = self._server.where
-        log = "" if self._log is None else said(self._log, _SAID, numbered=True)
+        said = "" if self._log is None else read_tail(self._log, _SAID, start=len(f"{_group(self._log)}\n"))
+        log = f"; its output: {said}" if said else ""
         if isinstance(cause, TimeoutError) or getattr(cause, "code", None) == _codes()[1]:
             return EnvTimeout(f"{where}: no answer within {self._server.timeout:g} s{log}")
         text = " ".join(f"{type(cause).__name__}: {cause}".split())

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import importlib.util
-import itertools
-import json
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
 from rlkit import _check
-from rlkit.envs import calling
-from rlkit.envs._child import Child, past_proxies
+from rlkit._process import Child, ChildLost, bypass_proxies
 from rlkit.envs.protocol import Credit, Harness, StepResult, Tasks, TaskSettings, check_credit, check_name
 from rlkit.errors import AgentError, ConfigError
 from rlkit.futures import wait_done
@@ -32,17 +28,6 @@ __all__ = ["verifiers"]
 
 _CHILD = Path(__file__).with_name("_verifiers_child.py")
 
-Answer = Mapping[str, object]
-
-
-@attrs.define(eq=False)
-class _Life:
-    """One process, and who waits for it."""
-
-    child: Child
-    waiting: dict[int, concurrent.futures.Future[Answer]] = attrs.field(factory=dict)
-    lost: bool = False
-
 
 @attrs.define(eq=False, repr=False)
 class Worker:
@@ -50,101 +35,59 @@ class Worker:
 
     Args:
         python: an interpreter that has verifiers.
-        first: the first message to the process.
+        settings: the first message to the process.
         environment: variables besides those of this process.
         timeout: seconds that it has to start.
+
+    Attributes:
+        about: what the process says of the environment.
     """
 
     _python: str
-    _first: Mapping[str, object]
+    _settings: Mapping[str, object]
     _environment: Mapping[str, str]
     _timeout: float
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
-    _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
-    _life: _Life | None = attrs.field(default=None, init=False)
-    about: Answer = attrs.field(factory=dict, init=False)
+    child: Child | None = attrs.field(default=None, init=False)
+    about: Mapping[str, Any] = attrs.field(factory=dict, init=False)
 
-    def start(self) -> None:
+    def start(self) -> Child:
         """Start the process, if it does not run.
 
         Raises:
             ConfigError: it does not start, or the environment cannot be loaded there.
         """
         with self._lock:
-            if self._life is None or self._life.lost or not self._life.child.runs:
-                self._life = self._started()
+            if self.child is None or self.child.lost:
+                self.child = self._start()
+            return self.child
 
-    def _started(self) -> _Life:
+    def _start(self) -> Child:
+        folder = str(self._settings["folder"])
         variables = {**os.environ, **self._environment}
         variables["PATH"] = os.pathsep.join([str(Path(self._python).parent), variables.get("PATH", "")])  # its uv
-        modules = (str(self._first["folder"]), variables.get("PYTHONPATH"))  # what it starts looks there, too
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
-        variables = past_proxies(variables)
+        # what it starts looks there, too
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, variables.get("PYTHONPATH"))))
+        where = f"rlkit.envs.verifiers: {self._python}"
         try:
-            child = Child([self._python, str(_CHILD)], folder=str(self._first["folder"]), environment=variables)
+            child = Child([self._python, str(_CHILD)], folder=folder, environment=bypass_proxies(variables))
         except OSError as error:
-            raise ConfigError(f"rlkit.envs.verifiers: {self._python!r} cannot be started: {error}") from error
-        _write(child, self._first)
-        line = child.line(self._timeout)
-        told = json.loads(line) if line.startswith("{") else {}
-        if "size" not in told:
-            said = told.get("failed") or f"the process did not start within {self._timeout:g} s{child.said()}"
+            raise ConfigError(f"{where}: cannot be started: {error}") from error
+        try:
+            self.about = child.ask(self._settings)[1].result(self._timeout)
+        except (ChildLost, TimeoutError) as error:
+            why = str(error) or f"the process did not start within {self._timeout:g} s{child.written}"
             child.end()
-            raise ConfigError(f"rlkit.envs.verifiers: {self._python}: {said}")
-        self.about = told
-        life = _Life(child)
-        calling.threads.start(lambda: _listen(life))
-        return life
+            raise ConfigError(f"{where}: {why}") from None
+        if "failed" in self.about:
+            child.end()
+            raise ConfigError(f"{where}: {self.about['failed']}")
+        return child
 
-    def begin(self, asked: Mapping[str, object]) -> tuple[concurrent.futures.Future[Answer], Callable[[], None]]:
-        """Begin an episode; return what it will come to, and what ends it before.
-
-        Raises:
-            AgentError: the process was lost.
-        """
-        self.start()
-        life, number = cast("_Life", self._life), next(self._numbers)
-        outcome: concurrent.futures.Future[Answer] = concurrent.futures.Future()
-        with self._lock:
-            life.waiting[number] = outcome
-            try:
-                _write(life.child, {"id": number, **asked})
-            except OSError as error:
-                raise _lost(life) from error
-            if life.lost and not outcome.done():
-                outcome.set_exception(_lost(life))
-
-        def cancel() -> None:
-            if not outcome.done():  # its result is no longer needed
-                with self._lock, contextlib.suppress(OSError, ValueError):
-                    _write(life.child, {"cancel": number})
-
-        return outcome, cancel
-
-
-def _write(child: Child, message: Mapping[str, object]) -> None:
-    stdin = child.process.stdin
-    if stdin is not None:
-        stdin.write(json.dumps(message) + "\n")
-        stdin.flush()
-
-
-def _listen(life: _Life) -> None:
-    """Hand on what the process says until it ends; who still waits then is told so."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in life.child.process.stdout or ():
-            told = json.loads(line)
-            outcome = life.waiting.pop(told["id"], None)
-            if outcome is not None:
-                outcome.set_result(told)
-    life.lost = True
-    for outcome in list(life.waiting.values()):
-        if not outcome.done():
-            outcome.set_exception(_lost(life))
-
-
-def _lost(life: _Life) -> AgentError:
-    return AgentError(f"rlkit.envs.verifiers: the process was lost{life.child.said()}")
+    def begin(self, episode: Mapping[str, object]) -> tuple[Child, int, Future[Mapping[str, Any]]]:
+        """Begin an episode; return the process, the episode's number there, and what it will come to."""
+        child = self.start()
+        return child, *child.ask(episode)
 
 
 _INSTALL = "python -m venv .verifiers && .verifiers/bin/python -m pip install verifiers==0.4.0 uv"
@@ -204,13 +147,13 @@ def verifiers(
     first = {"config": _config(taskset, harness, config), "size": size, "folder": str(place.resolve())}
     worker = Worker(interpreter, first, dict(environment or {}), timeout)
     worker.start()
-    answers = cast("list[object]", worker.about["answers"])
+    answers: list[object] = worker.about["answers"]
     label = str(worker.about["name"]) if name is None else check_name("name", name)
 
     def make(index: int) -> Harness:
         return _Episode(worker, index, answers[index], credit)
 
-    return Tasks(make, cast("int", worker.about["size"]), name=label, split=split, settings=settings)
+    return Tasks(make, worker.about["size"], name=label, split=split, settings=settings)
 
 
 def _interpreter(python: str | os.PathLike[str] | None) -> str:
@@ -256,22 +199,28 @@ class _Episode:
     _index: int
     _answer: object
     credit: Credit
-    _cancel: Callable[[], None] | None = attrs.field(default=None, init=False)
+    _playing: tuple[Child, int, Future[Mapping[str, Any]]] | None = attrs.field(default=None, init=False)
 
     async def play(self, session: Session, seed: int) -> StepResult:  # noqa: ARG002  # the session's draws have it
-        asked = {"index": self._index, "url": session.base_url, "model": session.model}
-        outcome, self._cancel = await asyncio.to_thread(self._worker.begin, asked)
+        episode = {"index": self._index, "url": session.base_url, "model": session.model}
+        self._playing = await asyncio.to_thread(self._worker.begin, episode)
+        outcome = self._playing[-1]
         await wait_done(outcome)
-        told = outcome.result()
+        try:
+            told = outcome.result()
+        except ChildLost as error:
+            raise AgentError(f"rlkit.envs.verifiers: the process was lost: {error}") from None
         if "failed" in told:
             raise AgentError(f"rlkit.envs.verifiers: {str(told['failed'])[:1000]}")
         stop = str(told["stop"] or "")
         cut = stop.startswith("max_")  # a limit of the environment's own
-        info = {**cast("Mapping[str, object]", told["metrics"]), "stop": stop}
+        info = {**told["metrics"], "stop": stop}
         info |= {} if self._answer is None else {"answer": self._answer}
-        return StepResult("", cast("float | None", told["reward"]), terminated=not cut, truncated=cut, info=info)
+        return StepResult("", told["reward"], terminated=not cut, truncated=cut, info=info)
 
     def close(self) -> None:
         """End the episode, if it is under way."""
-        if self._cancel is not None:
-            self._cancel()
+        if self._playing is not None:
+            child, number, outcome = self._playing
+            if not outcome.done():  # its result is no longer needed
+                child.send({"cancel": number})

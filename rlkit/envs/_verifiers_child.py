@@ -1,9 +1,9 @@
 """Plays episodes of a verifiers environment; run by an interpreter that has verifiers, which rlkit need not have there.
 
-Lines of JSON. The first on stdin is ``{"config": ..., "size": ..., "folder": ...}``, answered by ``{"size": n, "name":
-..., "answers": [...]}`` or ``{"failed": text}``. Then ``{"id": k, "index": i, "url": ..., "model": ...}`` begins an
-episode, answered by ``{"id": k, "reward": ..., ...}`` or ``{"id": k, "failed": text}``, and ``{"cancel": k}`` ends one.
-The process ends when its stdin does.
+Lines of JSON, answered with the same ``"id"``. The first on stdin is ``{"id": 0, "config": ..., "size": ..., "folder":
+...}``, answered by ``{"size": n, "name": ..., "answers": [...]}`` or ``{"failed": text}``. Then ``{"id": k, "index": i,
+"url": ..., "model": ...}`` begins an episode, answered by ``{"reward": ..., ...}`` or ``{"failed": text}``, and
+``{"cancel": k}`` ends one. The process ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ async def _serve(out: TextIO) -> None:
     try:
         env, tasks = _environment(first["config"], first["size"])
     except BaseException as error:  # noqa: BLE001  # SystemExit too
-        _tell(out, failed=f"{type(error).__name__}: {error}")
+        _tell(out, id=first["id"], failed=f"{type(error).__name__}: {error}")
         return
     playing: dict[int, asyncio.Task[None]] = {}
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.run_in_executor(None, _read, loop, lines)
     async with env.serving():
-        _tell(out, size=len(tasks), name=env.config.env_id, answers=[_answer(task) for task in tasks])
+        _tell(out, id=first["id"], size=len(tasks), name=env.config.env_id, answers=[_answer(task) for task in tasks])
         while line := await lines.get():
             asked = json.loads(line)
             if "cancel" in asked:

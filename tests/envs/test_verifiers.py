@@ -167,7 +167,7 @@ def test_a_process_that_is_killed():
 
     def kill():
         asked.wait(120)
-        os.kill(worker._life.child.process.pid, signal.SIGKILL)
+        os.kill(worker.child.pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -209,7 +209,6 @@ def test_without_verifiers_the_commands_are_said():
 
 def test_the_process_ends_with_its_stdin():
     worker = Worker(PYTHON, {"config": {"taskset": {"id": "vf_sums"}}, "size": None, "folder": str(FOLDER)}, {}, 120.0)
-    worker.start()
-    process = worker._life.child.process
+    process = worker.start()._process
     process.stdin.close()
     assert process.wait(60) == 0

@@ -26,7 +26,7 @@ from rlkit.gateway import Gateway, Session
 from rlkit.rollouts import rollout, rollout_sync
 from rlkit.trajectory import datums
 from tests.rollouts.parts import RandomSampler
-from tests.test_program import gone
+from tests.test_process import gone
 
 SHORT = SamplingParams(max_tokens=6)
 

@@ -9,15 +9,11 @@ and one that does not answer in time is killed.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.util
-import json
 import math
 import os
-import queue
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -25,6 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from rlkit import _check, _runtime
+from rlkit._process import Child, ChildLost
 from rlkit.errors import BackendError, BackendTimeout, ConfigError
 
 __all__ = ["between_tags", "boxed", "last_number", "math_equal"]
@@ -110,7 +107,7 @@ def _text(where: str, text: str) -> None:
 _LONGEST = 10_000  # characters
 _START = 120.0  # seconds; importing the algebra takes about two on a quiet machine
 _PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-_WORKER = Path(__file__).with_name("_worker.py")
+_WORKER = Path(__file__).with_name("_math_worker.py")
 
 
 def math_equal(answer: str, truth: str, *, timeout: float = 5.0) -> bool:
@@ -159,122 +156,58 @@ def _fraction(text: str) -> Fraction | None:
 
 
 class _Pool:
-    """The free processes, and a limit on how many there may be.
-
-    A killed process is replaced at once, the first time by two: while one starts, which takes seconds, the other
-    answers.
-    """
+    """The free processes, and a limit on how many there may be."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
         self._places = threading.BoundedSemaphore(size)
-        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
-        self._lock = threading.Lock()
-        self._coming = 0
-        self._spare = False
-        atexit.register(self.close)
+        self._free: list[Child] = []
 
-    def ask(self, question: dict[str, str], timeout: float) -> bool:
+    def ask(self, question: Mapping[str, str], timeout: float) -> bool:
         with self._places:
-            process = self._taken()
-            answer = None
+            child = self._take_child()
             try:
-                answer = process.ask(question, timeout)
-            finally:
-                if answer is None:  # too slow, dead, or interrupted here: what it does now is unknown
-                    process.close()
-                    self._replace()
-                else:
-                    self._free.put(process)
-        return bool(answer and answer.get("equal") is True)
+                equal = child.ask(question)[1].result(timeout)["equal"] is True
+            except (ChildLost, TimeoutError):
+                child.end()
+                return False
+            except BaseException:  # interrupted here: what it does now is unknown
+                child.end()
+                raise
+            self._free.append(child)
+        return equal
 
-    def close(self) -> None:
-        with contextlib.suppress(queue.Empty):
+    def _take_child(self) -> Child:
+        """Return a free process, or a new one."""
+        with contextlib.suppress(IndexError):
             while True:
-                if (process := self._free.get_nowait()) is not None:
-                    process.close()
-
-    def _taken(self) -> _Process:
-        """Return a free process, one that is starting already, or a new one."""
-        worker = None
-        with contextlib.suppress(queue.Empty):
-            worker = self._free.get_nowait()
-        if worker is None and self._coming:
-            with contextlib.suppress(queue.Empty):
-                worker = self._free.get(timeout=_START)
-        return worker or _Process()
-
-    def _replace(self) -> None:
-        with self._lock:
-            count = 1 if self._spare else 2
-            self._spare = True
-            self._coming += count
-        for _ in range(count):
-            threading.Thread(target=self._start, name="rlkit-math-start", daemon=True).start()
-
-    def _start(self) -> None:
-        try:
-            made: _Process | None = _Process()
-        except (BackendError, ConfigError, RuntimeError):  # whoever asks next tries again, and says why it fails
-            made = None
-        if made is not None and self._free.qsize() >= self._size:  # there are enough
-            made.close()
-        else:
-            self._free.put(made)
-        with self._lock:
-            self._coming -= 1
+                child = self._free.pop()
+                if not child.lost:  # the system may have killed it
+                    return child
+        return _start_child()
 
 
-class _Process:
-    def __init__(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(f"math_equal needs math-verify; run: {_runtime.command('math')}")
-        # What a model wrote is evaluated there: it gets none of the keys that are in the environment.
-        environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, "-P", "-W", "ignore", str(_WORKER)]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        try:
-            self._process = subprocess.Popen(  # noqa: S603  # our own file
-                command, stdin=pipe, stdout=pipe, stderr=null, env=environment, text=True, encoding="ascii"
-            )
-        except OSError as error:
-            raise BackendError(f"the process for math_equal could not be started: {error}") from error
-        assert self._process.stdin is not None  # noqa: S101  # it is a pipe
-        self._stdin = self._process.stdin
-        self._answers: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="rlkit-math", daemon=True).start()
-        try:
-            ready = self._answers.get(timeout=_START)
-        except queue.Empty:
-            self.close()
-            raise BackendTimeout(f"the process for math_equal was not ready after {_START:.0f} s") from None
-        if ready is None or "ready" not in ready:
-            self.close()
-            reason = (ready or {}).get("failed", f"exit status {self._process.returncode}")
-            raise BackendError(f"the process for math_equal could not be started: {reason}")
-
-    def ask(self, question: dict[str, str], timeout: float) -> Mapping[str, object] | None:
-        """Return the answer, or None."""
-        try:
-            self._stdin.write(json.dumps(question) + "\n")
-            self._stdin.flush()
-            return self._answers.get(timeout=timeout)
-        except (OSError, queue.Empty):
-            return None
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101
-        with self._process.stdout as lines, contextlib.suppress(ValueError, OSError):
-            for line in lines:
-                self._answers.put(json.loads(line))
-        self._answers.put(None)
+def _start_child() -> Child:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"math_equal needs math-verify; run: {_runtime.command('math')}")
+    # What a model wrote is evaluated there: it gets none of the keys that are in the environment.
+    environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    where = "the process for math_equal"
+    try:
+        child = Child([sys.executable, "-P", "-W", "ignore", str(_WORKER)], environment=environment)
+    except OSError as error:
+        raise BackendError(f"{where} could not be started: {error}") from error
+    try:
+        failed = child.ask({})[1].result(_START).get("failed")
+    except ChildLost as error:
+        failed = str(error)
+    except TimeoutError:
+        child.end()
+        raise BackendTimeout(f"{where} was not ready after {_START:.0f} s") from None
+    if failed is not None:
+        child.end()
+        raise BackendError(f"{where} could not be started: {failed}")
+    return child
 
 
 _POOL = _Pool(max(1, min(4, (os.cpu_count() or 1))))

@@ -1,4 +1,4 @@
-"""Programs are fed, heard within bounds, and ended with what they have started."""
+"""Programs are fed, heard within bounds, and ended with what they have started; children answer until they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlkit import EnvError
-from rlkit._program import Program
+from rlkit._process import Child, ChildLost, Program
 
 FORK = "import os, time\npid = os.fork()\nif not pid:\n    time.sleep(600)\nprint(pid, flush=True)\n"
 DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nUP\ntime.sleep(600)"
@@ -67,12 +67,12 @@ def test_input_that_nobody_reads():
 
 
 def test_of_much_output_the_end_is_kept():
-    ended = program("import sys; sys.stdout.write('x' * 10**7 + 'end')", most=100).run()
+    ended = program("import sys; sys.stdout.write('x' * 10**7 + 'end')", keep=100).run()
     assert ended.stdout == "x" * 97 + "end"
 
 
 def test_a_flood_is_ended(tmp_path):
-    ended = killed_when_heard("UP\nwhile True: print('x' * 1000)", heard=tmp_path / "up", most=1000)
+    ended = killed_when_heard("UP\nwhile True: print('x' * 1000)", heard=tmp_path / "up", keep=1000)
     assert ended.code == -15
     assert len(ended.stdout) <= 1000
 
@@ -131,8 +131,8 @@ def test_one_that_cannot_be_started(tmp_path):
 
 
 def test_without_the_system_s_help(monkeypatch):
-    """Where a process cannot be waited for by a descriptor, it is looked at now and then."""
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    """Where a process cannot be left waiting when it has ended."""
+    monkeypatch.delattr(os, "waitid", raising=False)
     ended = program(FORK).run()
     assert ended.code == 0
     assert gone(int(ended.stdout))
@@ -141,7 +141,7 @@ def test_without_the_system_s_help(monkeypatch):
 LEAVES = """
 import os, sys, threading, time
 from rlkit import _orphans
-from rlkit._program import Program
+from rlkit._process import Program
 def told(path):
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -213,7 +213,7 @@ def test_no_descriptor_is_left_open():
     """Counted in a process of its own, where nothing of earlier tests is closed meanwhile."""
     code = """
 import os, sys
-from rlkit._program import Program
+from rlkit._process import Program
 counts = []
 for _ in range(6):
     Program([sys.executable, "-c", "print(1)"], environment=dict(os.environ)).run()
@@ -223,3 +223,92 @@ print(*counts)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     first, *others = said.split()  # the first run starts a watcher
     assert others == [first] * 5
+
+
+ANSWERS = """
+import json, os, sys
+held = []
+print("not an answer", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "hold" in asked:
+        held.append(asked["id"])
+    elif "leave" in asked:
+        print("I am leaving", file=sys.stderr, flush=True)
+        os._exit(3)
+    else:
+        for number in [asked["id"], *held]:
+            print(json.dumps({"id": number, "told": asked.get("say"), "pid": os.getpid()}), flush=True)
+"""
+
+
+def child(code=ANSWERS):
+    return Child([sys.executable, "-c", code], environment=dict(os.environ))
+
+
+def answer_of(asked):
+    return asked[1].result(60)
+
+
+def test_a_child_answers_in_any_order():
+    made = child()
+    held = made.ask({"hold": True})
+    assert answer_of(made.ask({"say": "1"}))["told"] == "1"
+    assert answer_of(held)["told"] == "1"
+    made.end()
+    made.end()
+    assert gone(made.pid)
+
+
+def test_a_child_that_ends_tells_all_who_wait():
+    """And whoever asks later."""
+    made = child()
+    answers = [made.ask({"hold": True}) for _ in range(3)] + [made.ask({"leave": True})]
+    for asked in [*answers, made.ask({})]:
+        with pytest.raises(ChildLost, match="the process has ended"):
+            answer_of(asked)
+    with pytest.raises(ChildLost, match="I am leaving"):
+        answer_of(answers[0])
+    assert made.lost
+    with pytest.raises(ChildLost):
+        answer_of(made.ask({}))
+
+
+def test_a_child_ends_with_what_refers_to_it():
+    made = child()
+    pid = answer_of(made.ask({}))["pid"]
+    del made
+    assert gone(pid)
+
+
+@pytest.mark.parametrize("how", ["sys.exit()", "os.kill(os.getpid(), 9)"])
+def test_a_child_ends_with_the_program(how):
+    """Although it computes, and does not notice that its stdin has ended."""
+    busy = "import json, sys\nasked = json.loads(sys.stdin.readline())\nprint(json.dumps(asked), flush=True)\n"
+    busy += "while True: pass"
+    code = f"""
+import os, sys
+from rlkit._process import Child
+made = Child([sys.executable, "-c", {busy!r}], environment=dict(os.environ))
+made.ask({{}})[1].result(60)
+print(made.pid, flush=True)
+{how}
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120).stdout
+    assert gone(int(said))
+
+
+def test_a_fork_leaves_the_children_alone():
+    made = child()
+    pid = os.fork()
+    if not pid:
+        made.end()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert answer_of(made.ask({"say": "here"}))["told"] == "here"
+    made.end()
+
+
+def test_a_child_that_cannot_be_started(tmp_path):
+    with pytest.raises(OSError, match="nothing"):
+        Child([str(tmp_path / "nothing")], environment={})

@@ -1,4 +1,7 @@
-"""The process behind ``math_equal``: one question a line in, one answer a line out. Imports nothing of rlkit."""
+"""The process behind ``math_equal``, which answers lines of JSON with the same "id"; it imports nothing of rlkit.
+
+The first line has no question, and is answered once it is ready: by ``{"id"}``, or ``{"id", "failed"}``.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the libraries print is not an answer
     logging.disable()
 
-    def say(answer: dict[str, object]) -> None:
+    def say(**answer: object) -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
+    first = json.loads(sys.stdin.readline())["id"]
     try:
         from math_verify import parse, verify
     except Exception as error:  # noqa: BLE001  # reported, and the process ends
-        say({"failed": f"{type(error).__name__}: {error}"})
+        say(id=first, failed=f"{type(error).__name__}: {error}")
         return
+    os.dup2(1, 2)  # writing to a file is an error from now on
     _limit()
 
     def parsed(text: str) -> list[object]:
@@ -36,14 +41,14 @@ def main() -> None:
         return bool(verify(parsed(truth), parsed(answer), timeout_seconds=None))
 
     equal("1/2", "$x+1$")  # load lazy imports before the clock starts
-    say({"ready": True})
+    say(id=first)
     for line in sys.stdin:
         question = json.loads(line)
         try:
             result = equal(question["answer"], question["truth"])
         except Exception:  # noqa: BLE001  # junk that the library does not foresee is not an answer
             result = False
-        say({"equal": result})
+        say(id=question["id"], equal=result)
 
 
 def _limit() -> None:
