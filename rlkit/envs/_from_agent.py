@@ -16,9 +16,8 @@ import attrs
 from rlkit import _check
 from rlkit._files import plain
 from rlkit._process import Program, ProgramResult, bypass_proxies, describe_command
-from rlkit.envs import calling
 from rlkit.envs._prompts import named, noted, rows_of
-from rlkit.envs.calling import Running, call
+from rlkit.envs.calling import Call, call
 from rlkit.envs.protocol import Credit, Harness, Message, StepResult, Tasks, TaskSettings, check_credit
 from rlkit.errors import AgentError, ConfigError, DataError
 from rlkit.futures import wait_done
@@ -128,7 +127,7 @@ class CommandAgent:
         self._command = command
         self._scored = scored
         self._program: Program | None = None
-        self._running: Running | None = None
+        self._running: Call | None = None
         self.credit = scored.credit
 
     async def play(self, session: Session, seed: int) -> StepResult:  # noqa: ARG002  # the session's draws have it
@@ -139,7 +138,7 @@ class CommandAgent:
         """
         variables = await call(session.environment, where="agent")
         self._program = self._command.program(self._scored.row, variables)
-        self._running = Running("agent", self._program.run, (), calling.current())
+        self._running = Call("agent", self._program.run)
         try:
             ended = cast("ProgramResult", await self._running.result(None))
         except BaseException:

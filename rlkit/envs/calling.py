@@ -31,83 +31,120 @@ from rlkit.futures import wait_done
 if TYPE_CHECKING:
     from rlkit.gateway import Session
 
-__all__ = ["Guarded", "Running", "abandoned", "call", "drives_itself", "scores", "wait"]
+__all__ = ["Call", "Guarded", "call", "drives_itself", "scores", "wait"]
 
 
-class Running:
-    """A call that has begun. ``outcome`` is settled when it has really ended, even if the caller gave up."""
+_STUCK = 5.0  # seconds without an answer after which new environments get another loop
+
+threads = Threads("rlkit-env")
+
+
+class EnvLoop:
+    """An event loop in a daemon thread."""
+
+    _current: EnvLoop | None = None
+    _choosing = threading.Lock()
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonExecutor(threads))
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._since = 0.0  # when the first began to wait, or when the last had its turn
+        threads.start(self._loop.run_forever)
+
+    @classmethod
+    def get(cls) -> EnvLoop:
+        """Return the loop of new environments: another one where a coroutine blocks the last."""
+        with cls._choosing:
+            if cls._current is None or cls._current.is_stuck():
+                cls._current = cls()
+            return cls._current
+
+    def is_stuck(self) -> bool:
+        """Return whether what runs in it has kept it from doing anything else for too long."""
+        with self._lock:
+            return self._waiting > 0 and time.monotonic() - self._since > _STUCK
+
+    def knock(self) -> None:
+        """Say that something waits for its turn in this loop, until ``answer`` is called for it."""
+        with self._lock:
+            if self._waiting == 0:
+                self._since = time.monotonic()
+            self._waiting += 1
+
+    def answer(self) -> None:
+        """Say that something that waited has its turn."""
+        with self._lock:
+            self._waiting -= 1
+            self._since = time.monotonic()
+
+    def soon(self, fn: Callable[[], object]) -> None:
+        """Call ``fn`` in the loop's thread."""
+        self._loop.call_soon_threadsafe(fn)
+
+
+class Call:
+    """A call that has begun. ``outcome`` is settled when it has really ended, even if the caller gave up.
+
+    Args:
+        where: for messages.
+        fn, args: the call. A plain function runs in a thread, a coroutine or other awaitable in ``actor``.
+        actor: of the episode; None: a new one.
+        convert: applied to the answer where the call ran, since a large one takes time to check.
+    """
 
     def __init__(
         self,
         where: str,
         fn: Callable[..., object],
-        args: tuple[object, ...],
-        home: Home | Lodging,
+        args: tuple[object, ...] = (),
+        actor: Actor | None = None,
         *,
         convert: Callable[[object], object] | None = None,
     ) -> None:
         self.where = where
-        self._convert = convert  # applied where the call ran, since a large answer takes time to check
         self.outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
-        self._home = home
-        self._cancel: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-        self._given_up = False
+        self.cancelled = False  # touched in the loop's thread alone
+        self._convert, new = convert, actor is None
+        self._actor = actor = Actor() if actor is None else actor
+        if new:
+            self.outcome.add_done_callback(lambda _: actor.end())
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
-            self._await(cast("Callable[[], Awaitable[object]]", functools.partial(fn, *args)))
+            self._actor.submit(self, cast("Callable[[], Awaitable[object]]", functools.partial(fn, *args)))
         else:
-            run = home.run if isinstance(home, Lodging) else contextvars.copy_context().run
-            threads.start(lambda: self._run(run, fn, args))
+            threads.start(lambda: self._run(fn, args))
 
-    def _run(self, run: Callable[..., object], fn: Callable[..., object], args: tuple[object, ...]) -> None:
+    def _run(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
         try:
-            value = run(fn, *args)
-            if inspect.isawaitable(value):
-                run(self._await, lambda: value)
-                return
-            value = value if self._convert is None else self._convert(value)
+            value = self._actor.run_plain(fn, *args)
         except BaseException as error:  # noqa: BLE001  # sys.exit in an environment ends its episode alone
-            self.outcome.set_exception(self._tamed(error))
+            self.fail(error)
+        else:
+            if inspect.isawaitable(value):
+                self._actor.submit(self, lambda: value)
+            else:
+                self.succeed(value)
+
+    def succeed(self, value: object) -> None:
+        """Settle it with an answer."""
+        try:
+            value = value if self._convert is None else self._convert(value)
+        except BaseException as error:  # noqa: BLE001
+            self.fail(error)
         else:
             self.outcome.set_result(value)
 
-    def _await(self, make: Callable[[], Awaitable[object]]) -> None:
-        async def awaited() -> None:
-            try:
-                value = await make()
-                value = value if self._convert is None else self._convert(value)
-            except BaseException as error:  # noqa: BLE001  # one that left the coroutine would end the event loop
-                self.outcome.set_exception(self._tamed(error))
-            else:
-                self.outcome.set_result(value)
-
-        def ended() -> None:
-            if not self.outcome.done():
-                self.outcome.set_exception(EnvError(f"{self.where}: cancelled before it started"))
-
-        with self._lock:
-            if self._given_up:
-                ended()
-            else:
-                self._cancel = self._home.begin(awaited, ended)
-
-    def _tamed(self, error: BaseException) -> Exception:
-        """Return exceptions as they are; what would end a program, a task or a loop, as an EnvError."""
-        if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
-            return error
-        tamed = EnvError(f"{self.where}: raised {type(error).__name__}{error.args}; expected an answer")
-        tamed.__cause__ = error
-        return tamed
+    def fail(self, error: BaseException) -> None:
+        """Settle it with an exception; what would end a program, a task or a loop becomes an EnvError."""
+        if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+            cause, error = error, EnvError(f"{self.where}: raised {type(error).__name__}{error.args}; expected an answer")
+            error.__cause__ = cause
+        self.outcome.set_exception(error)
 
     def give_up(self) -> None:
         """Stop waiting: cancel a coroutine; a thread can only be left alone."""
-        with self._lock:
-            self._given_up = True
-            cancel = self._cancel
-        if cancel is not None:
-            cancel()
-        _given_up.add(self.outcome)
-        self.outcome.add_done_callback(_given_up.discard)  # at once, if it has ended meanwhile
+        self._actor.cancel(self)
 
     async def result(self, timeout: float | None) -> object:
         """Return what the call gave."""
@@ -122,136 +159,33 @@ class Running:
         return self.outcome.result()
 
 
-_given_up: set[concurrent.futures.Future[object]] = set()
-
-
-def abandoned() -> int:
-    """Return how many calls into environments were given up and still run; each holds a thread unless ``async``."""
-    return len(_given_up)
-
-
-_STUCK = 5.0  # seconds without an answer after which new environments get another loop
-
-threads = Threads("rlkit-env")
-
-
-class Home:
-    """An event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonExecutor(threads))
-        self._lock = threading.Lock()
-        self._knocks = 0
-        self._since = 0.0
-        threads.start(self._loop.run_forever)
-
-    def begin(
-        self, make: Callable[[], Coroutine[object, object, None]], ended: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Run the coroutine that ``make`` gives, which must not raise; return what cancels it.
-
-        ``ended`` is called at the end, also of a coroutine that was cancelled before its first line.
-        """
-        context = contextvars.copy_context()
-        task: asyncio.Task[None] | None = None
-        cancelled = answered = False
-
-        def answer() -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                self._answer()
-
-        async def run() -> None:
-            answer()
-            await make()
-
-        def end(_: object = None) -> None:
-            answer()
-            ended()
-
-        def start() -> None:
-            nonlocal task
-            if cancelled:
-                end()
-            else:
-                task = self._loop.create_task(run(), context=context)
-                task.add_done_callback(end)
-
-        def stop() -> None:
-            if task is not None:
-                task.cancel()
-
-        def cancel() -> None:
-            nonlocal cancelled
-            cancelled = True
-            self._loop.call_soon_threadsafe(stop)
-
-        self._knock()
-        self._loop.call_soon_threadsafe(start)
-        return cancel
-
-    def soon(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` in the loop's thread."""
-        self._loop.call_soon_threadsafe(fn)
-
-    def stuck(self) -> bool:
-        """Return whether what runs in it has kept it from doing anything else for too long."""
-        with self._lock:
-            return self._knocks > 0 and time.monotonic() - self._since > _STUCK
-
-    def _knock(self) -> None:
-        with self._lock:
-            if self._knocks == 0:
-                self._since = time.monotonic()
-            self._knocks += 1
-
-    def _answer(self) -> None:
-        with self._lock:
-            self._knocks -= 1
-            self._since = time.monotonic()
-
-
-@attrs.define(eq=False)
-class Work:
-    """A coroutine that waits for its turn in a lodging; ``make`` gives it, and it must not raise."""
-
-    make: Callable[[], Coroutine[object, object, None]]
-    ended: Callable[[], None]
-    cancelled: bool = False
-
-
-class Lodging:
-    """One task of a home, in which all coroutines of an episode run, one after the other.
-
-    What a coroutine enters and leaves open (a cancel scope, and so a session of most SDKs; an asynchronous generator; a
-    context variable that is to be reset) can only be left from the task that entered it.
+class Actor:
+    """One task in which all coroutines of an episode run, in turn: what one of them enters another can leave.
 
     Attributes:
-        lost: called in the home's loop, once, if the task is cancelled while no coroutine runs in it: what one of them
-            left open has failed meanwhile, and is to be left now.
+        on_lost: called in the loop when something that a coroutine left open has failed meanwhile, and is to be left.
     """
 
-    def __init__(self, home: Home) -> None:
-        self.lost: Callable[[], None] | None = None
-        self._home = home
-        self._work: deque[Work] = deque()  # this and what follows is touched in the loop's thread alone
-        self._running: Work | None = None
+    def __init__(self) -> None:
+        self.on_lost: Callable[[], None] | None = None
+        self._loop = EnvLoop.get()
+        # this and what follows is touched in the loop's thread alone; with each call, whether the loop is to answer
+        self._calls: deque[tuple[Call, Callable[[], Awaitable[object]], bool]] = deque()
+        self._now: Call | None = None
         self._task: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event
-        self._over = False
+        self._wake = asyncio.Event()
+        self._used = self._over = False
         self._context = contextvars.copy_context()
         self._plain = contextvars.copy_context()  # of calls in threads, which may run at the same time as the task
         self._plain_lock = threading.Lock()
 
-    def beside(self) -> Lodging:
-        """Return another lodging that knows what was set here, for closing while a call hangs in this one."""
-        other = Lodging(self._home)
+    def sibling(self) -> Actor:
+        """Return another one that knows what was set here, for closing while a call hangs in this one."""
+        other = Actor()
         other._context, other._plain = self._context.copy(), self._plain.copy()
         return other
 
-    def run(self, fn: Callable[..., object], *args: object) -> object:
+    def run_plain(self, fn: Callable[..., object], *args: object) -> object:
         """Call ``fn(*args)`` in this thread, in the context that all plain calls of the episode share."""
         if not self._plain_lock.acquire(blocking=False):  # a call that was given up is still in it
             return self._plain.copy().run(fn, *args)
@@ -260,49 +194,69 @@ class Lodging:
         finally:
             self._plain_lock.release()
 
-    def begin(
-        self, make: Callable[[], Coroutine[object, object, None]], ended: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Begin a call as a home does."""
-        work = Work(make, ended)
+    def submit(self, call: Call, make: Callable[[], Awaitable[object]]) -> None:
+        """Await what ``make`` gives, after the calls before it, and settle ``call``."""
 
-        async def start() -> None:
-            self._work.append(work)
-            if self._task is None or self._task.done():
-                self._wake = asyncio.Event()
-                self._task = asyncio.get_running_loop().create_task(self._serve(), context=self._context)
+        def put() -> None:
+            busy = self._now is not None or bool(self._calls)
+            if busy:
+                self._loop.answer()  # it waits for another call, not for the loop
+            self._calls.append((call, make, not busy))
             self._wake.set()
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._serve(), context=self._context)
+
+        self._used = True
+        self._loop.knock()
+        self._loop.soon(put)
+
+    def cancel(self, call: Call) -> None:
+        """Cancel a call that runs; one that waits is not begun."""
 
         def stop() -> None:
-            work.cancelled = True
-            if self._running is work and self._task is not None:
+            call.cancelled = True
+            if self._now is call and self._task is not None:
                 self._task.cancel()
 
-        self._home.begin(start, lambda: None)
-        return lambda: self._home.soon(stop)
+        self._loop.soon(stop)
 
     def end(self) -> None:
         """End the task once it has nothing left to do."""
 
         def stop() -> None:
             self._over = True
-            if self._task is not None:
-                self._wake.set()
+            self._wake.set()
 
-        self._home.soon(stop)
+        if self._used:
+            self._loop.soon(stop)
 
     async def _serve(self) -> None:
-        while self._work or not self._over:
-            if not self._work:
+        while self._calls or not self._over:
+            if not self._calls:
                 await self._idle()
                 continue
-            work = self._running = self._work.popleft()
-            if not work.cancelled:
-                await work.make()
-            self._running = None
-            if work.cancelled:
-                self._forget_cancelling()
-            work.ended()
+            call, make, knocked = self._calls.popleft()
+            self._now = call
+            if knocked:  # not before: what begins may block
+                self._loop.answer()
+            try:
+                awaitable = make()
+                if call.cancelled:
+                    if inspect.iscoroutine(awaitable):
+                        awaitable.close()
+                    raise EnvError(f"{call.where}: cancelled before it started")
+                value = await awaitable
+            except BaseException as error:  # noqa: BLE001  # one that left the coroutine would end the task
+                self._leave(call)
+                call.fail(error)
+            else:
+                self._leave(call)
+                call.succeed(value)
+
+    def _leave(self, call: Call) -> None:
+        self._now = None
+        if call.cancelled:  # else it was somebody else, such as a connection's scope, who relies on it
+            self._forget_cancelling()
 
     async def _idle(self) -> None:
         self._wake.clear()
@@ -310,26 +264,13 @@ class Lodging:
             await self._wake.wait()
         except asyncio.CancelledError:
             self._forget_cancelling()
-            lost, self.lost = self.lost, None
+            lost, self.on_lost = self.on_lost, None
             if lost is not None:
                 lost()
 
     def _forget_cancelling(self) -> None:
         while self._task is not None and self._task.cancelling():
             self._task.uncancel()
-
-
-_lock = threading.Lock()
-_current: Home | None = None
-
-
-def current() -> Home:
-    """Return the home of new environments."""
-    global _current  # noqa: PLW0603  # one per process is the point
-    with _lock:
-        if _current is None or _current.stuck():
-            _current = Home()
-        return _current
 
 
 _T = TypeVar("_T")
@@ -381,7 +322,7 @@ async def call(
     (3, 1)
     """
     _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
-    return cast("_T", await Running(where, fn, args, current()).result(timeout))
+    return cast("_T", await Call(where, fn, args).result(timeout))
 
 
 class Guarded:
@@ -400,16 +341,16 @@ class Guarded:
         plays: whether it is a harness, which drives itself.
     """
 
-    def __init__(self, env: object, name: str, *, max_chars: int = 1_000_000, lodging: Lodging | None = None) -> None:
+    def __init__(self, env: object, name: str, *, max_chars: int = 1_000_000, actor: Actor | None = None) -> None:
         self.env = env
         self.name = name
         self.seconds = 0.0
         self._max_chars = max_chars
-        self._lodging = Lodging(current()) if lodging is None else lodging
-        self._lodging.lost = self._lost
-        self._last: Running | None = None
+        self._actor = Actor() if actor is None else actor
+        self._actor.on_lost = self._lost
+        self._last: Call | None = None
         self._lock = threading.Lock()
-        self._closing: Running | None = None
+        self._closing: Call | None = None
         self._ended = "is closed"
         self.plays = drives_itself(env)
         for method in () if self.plays else ("reset", "step"):
@@ -443,16 +384,16 @@ class Guarded:
         """
         if task.score is not None and not scored:
             raise UnsupportedError(f"environment {task.name!r}: uses group scoring, which this caller does not support")
-        lodging = Lodging(current())
-        running = Running(f"environment {task.name!r}: make", task.make, (), lodging)
+        actor = Actor()
+        making = Call(f"environment {task.name!r}: make", task.make, (), actor)
         try:
-            env = await running.result(timeout)
+            env = await making.result(timeout)
         except BaseException:
-            closed = _closed_late(running.outcome, lodging)
+            closed = _close_late(making.outcome, actor)
             if grace:
-                await asyncio.wait([asyncio.wrap_future(closed)], timeout=grace)
+                await wait_done(closed, grace)
             raise
-        return cls(env, task.name, max_chars=max_chars, lodging=lodging)
+        return cls(env, task.name, max_chars=max_chars, actor=actor)
 
     @property
     def tools(self) -> tuple[dict[str, object], ...]:
@@ -486,10 +427,10 @@ class Guarded:
         error = closing.outcome.exception()
         return error if error is None or isinstance(error, Exception) else EnvError(str(error))
 
-    def _begin_closing(self, grace: float | None) -> Running:
+    def _begin_closing(self, grace: float | None) -> Call:
         with self._lock:  # the loop's thread may do so, too
             if self._closing is None:
-                self._closing = Running(self._where("close"), self._close, (grace,), current())
+                self._closing = Call(self._where("close"), self._close, (grace,))
             return self._closing
 
     def _lost(self) -> None:
@@ -501,15 +442,13 @@ class Guarded:
     async def _close(self, grace: float | None) -> None:
         ended = self._last is None or await wait_done(self._last.outcome, grace)
         close = getattr(self.env, "close", None)
-        lodging = self._lodging if ended else self._lodging.beside()  # a call that hangs keeps the task
+        actor = self._actor if ended else self._actor.sibling()  # a call that hangs keeps the task
         try:
             if close is not None:
-                running = Running(self._where("close"), close, (), lodging)
-                await wait_done(running.outcome)
-                running.outcome.result()
+                await Call(self._where("close"), close, (), actor).result(None)
         finally:
-            lodging.end()
-            self._lodging.end()
+            actor.end()
+            self._actor.end()
 
     async def _call(self, method: str, form: Callable[..., _T], *args: object, timeout: float | None) -> _T:
         where = self._where(method)
@@ -517,7 +456,7 @@ class Guarded:
             raise EnvError(f"{where}: the environment {self._ended}")
         convert = functools.partial(form, where=where, max_chars=self._max_chars)
         began = time.monotonic()
-        self._last = Running(where, getattr(self.env, method), args, self._lodging, convert=convert)
+        self._last = Call(where, getattr(self.env, method), args, self._actor, convert=convert)
         try:
             return cast("_T", await self._last.result(timeout))
         finally:
@@ -527,20 +466,20 @@ class Guarded:
         return f"environment {self.name!r}: {method}"
 
 
-def _closed_late(made: concurrent.futures.Future[object], lodging: Lodging) -> concurrent.futures.Future[None]:
-    """Close an environment that was made after its caller gave up; settled when that is done."""
+def _close_late(made: concurrent.futures.Future[object], actor: Actor) -> concurrent.futures.Future[None]:
+    """Close an environment that is made after its caller gave up; return a future that is done when it is closed."""
     closed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-    def ended(_: object = None) -> None:
-        lodging.end()
+    def finish(_: object = None) -> None:
+        actor.end()
         closed.set_result(None)
 
     def close(_: object) -> None:
         method = None if made.exception() is not None else getattr(made.result(), "close", None)
         if callable(method):
-            Running("close", method, (), lodging).outcome.add_done_callback(ended)
+            Call("close", method, (), actor).outcome.add_done_callback(finish)
         else:
-            ended()
+            finish()
 
     made.add_done_callback(close)
     return closed
@@ -548,11 +487,8 @@ def _closed_late(made: concurrent.futures.Future[object], lodging: Lodging) -> c
 
 def wait(fn: Callable[..., Awaitable[_T]], *args: object, timeout: float, where: str) -> _T:
     """Return what ``call`` gives, outside of an event loop, or in one that may block meanwhile."""
-    running = Running(where, fn, args, current())
-    try:
-        return cast("_T", running.outcome.result(timeout))
-    except concurrent.futures.TimeoutError as error:
-        if running.outcome.done():  # it was the call that raised it
-            raise
+    running = Call(where, fn, args)
+    if not concurrent.futures.wait([running.outcome], timeout).done:
         running.give_up()
-        raise EnvTimeout(f"{where}: no answer within {timeout:g} s") from error
+        raise EnvTimeout(f"{where}: no answer within {timeout:g} s")
+    return cast("_T", running.outcome.result())

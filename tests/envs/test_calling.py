@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import sqlite3
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import pytest
 import rlkit
 from rlkit import _threads
 from rlkit.envs import Action, StepResult, Task, calling
-from rlkit.envs.calling import Guarded, abandoned, call
+from rlkit.envs.calling import Guarded, call
 
 SHORT = 0.15  # seconds until what hangs is given up
 LONG = 60.0  # seconds that nothing here takes
@@ -63,7 +65,7 @@ def endless():
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch):
     """Each test has an event loop of its own, so that one that blocks it troubles no other."""
-    monkeypatch.setattr(calling, "_current", None)
+    monkeypatch.setattr(calling.EnvLoop, "_current", None)
 
 
 class Stub:
@@ -191,8 +193,6 @@ def test_a_fault_is_an_error_of_its_episode_alone(fault, kind):
     if kind is StubAsync and fault == "ends an iteration":
         error = RuntimeError  # Python's own answer to it in a coroutine
 
-    before = abandoned()  # other tests may have left some that never end
-
     async def scene():
         other = await Guarded.opened(Task(lambda: Stub(giving(("go on", 1, False, False, {}))), "other"))
         caught, env = await played(act, kind)
@@ -206,7 +206,6 @@ def test_a_fault_is_an_error_of_its_episode_alone(fault, kind):
     if error is rlkit.EnvError:
         caught.match("environment 'stub': step")
     assert env.closed == 1
-    assert abandoned() <= before
 
 
 HANGS = {
@@ -300,15 +299,89 @@ def test_new_environments_leave_a_loop_that_is_blocked(endless, monkeypatch):
     assert first is not second
 
 
+def test_a_step_that_blocks_and_another_at_the_same_time(endless, monkeypatch):
+    """Both are handed to the loop before it begins the first of them."""
+    monkeypatch.setattr(calling, "_STUCK", 0.1)
+
+    async def scene():
+        tasks = [Task(lambda act=act: StubAsync(act), "stub") for act in (endless.block_async, giving(StepResult()))]
+        blocking, other = [await Guarded.opened(task) for task in tasks]
+        for env in (blocking, other):
+            await env.reset(0)
+        await call(lambda: pause())  # the loop has to wait for what follows
+        steps = [asyncio.create_task(env.step(Action("x"), timeout=LONG)) for env in (blocking, other)]
+        await asyncio.sleep(SHORT)
+        new = await Guarded.opened(tasks[1])
+        assert await new.step(Action("x"), timeout=LONG) == StepResult()
+        assert not any(step.done() for step in steps)
+        endless.gate.set()
+        await asyncio.gather(*steps)
+        for env in (blocking, other, new):
+            assert await env.close(timeout=LONG) is None
+
+    async def pause():
+        asyncio.get_running_loop().call_later(0.02, time.sleep, 0.05)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+
+
+def test_a_loop_that_is_busy_is_not_blocked(monkeypatch):
+    """Many coroutines that compute keep a call waiting; as long as some begin, no environment goes elsewhere."""
+    monkeypatch.setattr(calling, "_STUCK", 1.0)
+
+    async def compute():
+        time.sleep(0.02)
+        return threading.current_thread()
+
+    async def scene():
+        busy, seen = [], set()
+        for _ in range(30):
+            busy += [asyncio.create_task(call(compute, timeout=LONG)) for _ in range(5)]
+            await asyncio.sleep(0.02)
+            seen.add(id(calling.EnvLoop.get()))
+        return {*await asyncio.gather(*busy)}, seen
+
+    threads, loops = asyncio.run(scene())
+    assert (len(threads), len(loops)) == (1, 1)
+
+
+def test_nothing_is_left_in_the_loop(endless):
+    """Neither of episodes, however they end, nor of calls, given up or not."""
+
+    async def others():
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    async def episode(i):
+        env = await Guarded.opened(Task(lambda: StubAsync((endless.hang_async, giving(StepResult()))[i % 2]), "stub"))
+        await env.reset(0)
+        with contextlib.suppress(rlkit.EnvTimeout):
+            await env.step(Action("x"), timeout=(SHORT, LONG)[i % 2])
+        if i % 3:
+            await env.close(timeout=LONG)
+        else:
+            await asyncio.gather(env.close(timeout=LONG), env.close(timeout=LONG))
+
+    async def scene():
+        await asyncio.gather(*(episode(i) for i in range(100)))
+        for fn in (endless.hang_async, lambda: endless.hang_async()):
+            with pytest.raises(rlkit.EnvTimeout):
+                await call(fn, timeout=0.0)
+        for _ in range(1000):
+            if not (left := await call(others)):
+                return
+            await asyncio.sleep(0.01)
+        assert not left
+
+    asyncio.run(scene())
+
+
 def test_an_environment_closes_while_its_step_hangs(endless):
     """The step that was given up gets its time to end; then the environment is closed under it."""
-    before = set(calling._given_up)  # of earlier tests, some of which end now
-
     async def scene():
         env = await Guarded.opened(Task(lambda: Stub(endless.hang), "stub"))
         with pytest.raises(rlkit.EnvTimeout):
             await env.step(Action("x"), timeout=SHORT)
-        assert len(calling._given_up - before) == 1
         assert await env.close(timeout=2 * SHORT) is None or env.env.closed
         return env.env
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from rlkit.envs import Action, StepResult, Task, gymnasium
-from rlkit.envs.calling import Guarded
+from rlkit.envs.calling import Guarded, call
 from rlkit.errors import EnvError, EnvTimeout
 
 ACTIVE: contextvars.ContextVar[str] = contextvars.ContextVar("active", default="none")
@@ -240,8 +240,11 @@ def test_what_fails_between_two_calls_closes_the_environment():
     async def scene():
         env = await Guarded.opened(Task(Dies, "held"))
         await env.reset(0)
-        loop = env._lodging._home._loop
-        loop.call_soon_threadsafe(env.env.died.set)
+
+        async def die():
+            env.env.died.set()
+
+        await call(die)
         await asyncio.sleep(0.2)
         before = time.process_time()
         await asyncio.sleep(0.5)
@@ -282,14 +285,19 @@ def test_a_hanging_call_keeps_its_context_to_itself():
 
 
 def test_tasks_of_environments_end_with_them():
+    async def tasks():
+        return asyncio.all_tasks()
+
     async def scene():
+        before = await call(tasks)
         env = await Guarded.opened(Task(Scope, "held"))
         await env.reset(0)
+        during = await call(tasks) - before
         await env.close(timeout=30)
-        for _ in range(300):
-            if env._lodging._task.done():
-                return True
+        for _ in range(1000):
+            if not during & await call(tasks):
+                break
             await asyncio.sleep(0.01)
-        return False
+        return len(during), len(during & await call(tasks))
 
-    assert asyncio.run(scene())
+    assert asyncio.run(scene()) == (2, 0)  # one of them is that of the call itself

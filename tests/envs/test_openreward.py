@@ -16,7 +16,7 @@ import time
 import pytest
 
 import rlkit
-from rlkit.envs import Action, TaskSettings, calling, openreward
+from rlkit.envs import Action, TaskSettings, openreward
 from rlkit.envs.calling import Guarded
 from tests.each import for_each
 
@@ -358,7 +358,7 @@ def test_a_reset_that_is_cancelled_leaves_no_session(url):
 def test_many_sessions_at_once(url):
     """64 episodes, each with its own task, over shared connections, from one event loop after the other."""
     tasks = openreward("sums", base_url=url)
-    opened, abandoned = state(url)["opened"], calling.abandoned()  # other tests may have left some
+    opened = state(url)["opened"]
 
     async def episode(index):
         env = await Guarded.opened(tasks[index % 10])
@@ -374,7 +374,6 @@ def test_many_sessions_at_once(url):
     assert [*asyncio.run(scene()), *asyncio.run(scene())] == [1.0] * 64
     assert state(url)["opened"] - opened == 64
     wait_until_closed(url)
-    assert calling.abandoned() <= abandoned
 
 
 @for_each(
