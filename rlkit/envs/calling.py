@@ -16,10 +16,8 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
-
-import attrs
 
 from rlkit import _check
 from rlkit._threads import DaemonExecutor, Threads
@@ -138,8 +136,9 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """Settle it with an exception; what would end a program, a task or a loop becomes an EnvError."""
         if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-            cause, error = error, EnvError(f"{self.where}: raised {type(error).__name__}{error.args}; expected an answer")
-            error.__cause__ = cause
+            fault = EnvError(f"{self.where}: raised {type(error).__name__}{error.args}; expected an answer")
+            fault.__cause__ = error
+            error = fault
         self.outcome.set_exception(error)
 
     def give_up(self) -> None:

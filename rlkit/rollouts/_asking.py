@@ -1,17 +1,16 @@
-"""Asking the sampler: with retries that spare a sampler in trouble, and one request for a group's first turns."""
+"""Asking the sampler: with retries, and one request for a group's first turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import numbers
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import attrs
 import numpy as np
@@ -227,16 +226,13 @@ def _never(error: Exception) -> bool:  # noqa: ARG001
 class Asker:
     """Requests to one sampler, for all episodes of a rollout.
 
-    A call of ``sample`` may compute, so it is made in a thread. Once a request has failed, one episode alone tries
-    again, with pauses, and all others wait until it succeeds: a sampler that is down is not flooded by many episodes.
+    A call of ``sample`` may compute, so it is made in a thread.
     """
 
     sampler: Sampler
     _plan: Plan
     _counters: Counters
     _computing: Lanes
-    _probe: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
-    _trouble: bool = attrs.field(default=False, init=False)
     _last_answer: float = attrs.field(default=-1.0, init=False)
 
     async def sample(
@@ -256,9 +252,13 @@ class Asker:
             SamplerFailed: it cannot be used.
         """
         began = time.monotonic()
-        request = functools.partial(self._request, prompt, params, n, seed)
+        samples: list[Sample] = []
         try:
-            samples = await self._ask(request, pauses, left)
+            async for attempt in attempts(self._plan, self._listed, pauses, left):
+                with attempt:
+                    if attempt.num > 1:
+                        self._counters.add("sampler/retried")
+                    samples = await self._request(prompt, params, n, seed)
         except DataError:
             raise
         except RlkitError as error:
@@ -284,30 +284,6 @@ class Asker:
     def _listed(self, error: Exception) -> bool:
         return isinstance(error, self._plan.retry)
 
-    async def _ask(
-        self,
-        request: Callable[[], Awaitable[list[Sample]]],
-        pauses: np.random.Generator,
-        left: Callable[[], float],
-    ) -> list[Sample]:
-        """Send a request until it is answered."""
-        if self._trouble:
-            async with self._probe:
-                pass
-        try:
-            return await request()
-        except self._plan.retry as error:
-            failed = error
-        samples: list[Sample] = []
-        async with self._probe:
-            async for attempt in attempts(self._plan, self._listed, pauses, left):
-                with attempt:
-                    if attempt.num == 1 and self._trouble:  # that was the first attempt
-                        raise failed
-                    self._counters.add("sampler/retried")
-                    samples = await request()
-        return samples
-
     async def _request(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
         self._counters.add("sampler/requests")
         oldest = self.sampler.version
@@ -319,10 +295,8 @@ class Asker:
         except DataError:
             raise
         except Exception:
-            self._trouble = True
             self._counters.add("sampler/errors")
             raise
-        self._trouble = False
         fine = isinstance(samples, list) and len(samples) == n and all(isinstance(s, Sample) for s in samples)
         if not fine or not all(np.array_equal(s.prompt, prompt) for s in samples):
             raise BackendError(f"rollout: the sampler did not return {n} completion(s) of the prompt")

@@ -378,6 +378,7 @@ def test_nothing_is_left_in_the_loop(endless):
 
 def test_an_environment_closes_while_its_step_hangs(endless):
     """The step that was given up gets its time to end; then the environment is closed under it."""
+
     async def scene():
         env = await Guarded.opened(Task(lambda: Stub(endless.hang), "stub"))
         with pytest.raises(rlkit.EnvTimeout):
