@@ -21,7 +21,7 @@ import numpy as np
 import rlkit
 from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import StepResult, Tasks
-from rlkit.rollouts import rollout
+from rlkit.rollouts import Ray, rollout
 
 PARAMS = rlkit.SamplingParams(max_tokens=4)
 
@@ -103,7 +103,7 @@ def main() -> None:
     burn(300_000)
     loops = int(300_000 * options.milliseconds / 1000 / min(_timed(300_000) for _ in range(5)))
     tasks = Tasks(lambda index: Burner(loops), 64, name="burner")
-    on_ray = {"executor": "ray", "executor_options": {"workers": options.workers, "num_cpus": 1}}
+    on_ray = {"executor": Ray(workers=options.workers, num_cpus=1)}
     play(tasks, 1, **on_ray)  # starts Ray
     ratios, bounds = [], []
     for _ in range(options.rounds):

@@ -9,46 +9,20 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import attrs
 
 from rlkit import _check, _runtime
+from rlkit._check import checked
 from rlkit.errors import BackendTimeout, ConfigError
 
-__all__ = ["Place", "check", "connected", "on_loopback"]
+__all__ = ["RayWorker", "connected", "on_loopback"]
 
 _started = ""  # the address of the Ray that was started here
 _starting = threading.Lock()
-
-
-def check(options: Mapping[str, object], where: str, names: tuple[str, ...], what: str) -> None:
-    """Check the user's options.
-
-    Args:
-        options: of these ``names``.
-        where: their name for the user.
-        what: the feature that needs Ray.
-
-    Raises:
-        ConfigError: naming the option.
-        MissingPackageError: Ray is not installed.
-    """
-    for name in options:
-        _check.choice(f"{where}: name", name, names)
-    _check.optional(_check.integer, f"{where}['workers']", options.get("workers"), low=1)
-    for name in ("num_cpus", "num_gpus"):
-        _check.optional(_check.real, f"{where}['{name}']", options.get(name), low=0.0)
-    _check.optional(_check.integer, f"{where}['memory']", options.get("memory"), low=1, why="bytes")
-    resources = options.get("resources", {})
-    _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "a mapping of names to numbers")
-    group = options.get("placement_group")
-    fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
-    _check.require(fits, f"{where}['placement_group']", group, "a Ray placement group, or the name of one")
-    if importlib.util.find_spec("ray") is None:
-        raise _runtime.missing(what, "ray", "ray")
 
 
 def connected() -> ModuleType:
@@ -62,85 +36,89 @@ def connected() -> ModuleType:
     return ray
 
 
-@attrs.frozen
-class Place:
-    """The options of each Ray worker, and how many there may be.
+@attrs.frozen(kw_only=True)
+class RayWorker:
+    """What Ray gives to a worker process, and where it places it.
 
-    Attributes:
-        options: of an actor.
-        count: how many workers, >= 1.
+    Args:
+        num_cpus, num_gpus: >= 0, reserved for it; only GPUs are enforced.
+        memory: bytes, >= 1, which Ray reserves when it places the worker and does not enforce; None: none.
+        resources: other resources of Ray's, by name.
+        placement_group: Ray's own or its name; None: anywhere.
+
+    Raises:
+        ConfigError: naming the field.
+        MissingPackageError: Ray is not installed.
     """
 
-    options: Mapping[str, object]
-    count: int
+    num_cpus: float = checked(1, _check.real, low=0.0)
+    num_gpus: float = checked(0, _check.real, low=0.0)
+    memory: int | None = checked(None, _check.integer, none=True, low=1, why="bytes")
+    resources: Mapping[str, float] = attrs.field(factory=dict)
+    placement_group: Any = None
 
-    @classmethod
-    def of(cls, ray: ModuleType, options: Mapping[str, Any], timeout: float, where: str) -> Place:
-        """Read the user's options.
+    def __attrs_post_init__(self) -> None:
+        name, group = type(self).__name__, self.placement_group
+        expected = "a mapping of names to numbers"
+        _check.require(isinstance(self.resources, Mapping), f"{name}.resources", self.resources, expected)
+        fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
+        _check.require(fits, f"{name}.placement_group", group, "a Ray placement group, or the name of one")
+        if importlib.util.find_spec("ray") is None:
+            raise _runtime.missing(name, "ray", "ray")
+
+    def find_room(self, ray: ModuleType, workers: int | None, timeout: float) -> tuple[dict[str, Any], int]:
+        """Return the options of an actor, and how many there may be: ``workers``, else as many as fit, at least one.
 
         Args:
             ray: connected.
-            options: checked by ``check``; "workers" says how many.
-            where: their name for the user.
+            workers: the requested number, >= 1, or None.
             timeout: seconds that a placement group may take to get its place.
 
         Raises:
             ConfigError: there is less than the workers need, or no such placement group.
             BackendTimeout: the placement group got no place in time.
         """
-        cpus, gpus, memory = options.get("num_cpus", 1), options.get("num_gpus", 0), options.get("memory")
-        resources = dict(options.get("resources", {}))
-        chosen = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": resources}
-        needs = {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
-        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | resources
-        group = options.get("placement_group")
-        if group is None:
-            theirs = ray.get_runtime_context().gcs_address != _started
-            return cls(chosen, _count([ray.cluster_resources()], needs, options, where, grows=theirs))  # it may grow
-        group = _named(ray, group, where) if isinstance(group, str) else group
-        bundles: Sequence[Mapping[str, float]] = group.bundle_specs
-        count = _count(bundles, needs, options, where, grows=False)
-        if not group.wait(timeout):
-            raise BackendTimeout(f"{where}['placement_group']: the cluster did not place it within {timeout:g} s")
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        chosen["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
-        return cls(chosen, count)
+        where, group = type(self).__name__, self.placement_group
+        options = {name: getattr(self, name) for name in ("num_cpus", "num_gpus", "memory")}
+        options["resources"] = dict(self.resources)
+        if isinstance(group, str):
+            group = _find_group(ray, group, f"{where}.placement_group")
+        places = [ray.cluster_resources()] if group is None else group.bundle_specs
+        grows = group is None and ray.get_runtime_context().gcs_address != _started  # the user's cluster may
+        needs = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": self.memory or 0}
+        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | options["resources"]
+        fits = sum(_count_fitting(place, needs) for place in places)
+        count = workers or max(1, fits)
+        if fits < count and any(needs.values()) and not grows:
+            held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
+            asked = ", ".join(f"{name}: {need:g}" for name, need in needs.items())
+            whose = "this machine" if group is None else "the placement group"
+            what = f"asks for {count} worker(s) with {asked} each"
+            raise ConfigError(where, what, f"at most what {whose} has ({held})")
+        if group is not None:
+            if not group.wait(timeout):
+                raise BackendTimeout(f"{where}.placement_group: the cluster did not place it within {timeout:g} s")
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
+        return options, count
 
 
-def _count(
-    places: Sequence[Mapping[str, float]],
-    needs: Mapping[str, float],
-    options: Mapping[str, Any],
-    where: str,
-    *,
-    grows: bool,
-) -> int:
-    """Return how many workers there may be: the requested number, else as many as fit into ``places``.
+def _count_fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return how many workers fit into a place.
 
-    >>> _count([{"CPU": 3.0}, {"CPU": 1.0}], {"CPU": 2}, {}, "options", grows=False)
+    >>> _count_fitting({"CPU": 3.0}, {"CPU": 2})
     1
     """
-    fits = sum(_fitting(place, needs) for place in places)
-    count: int = options.get("workers") or max(1, fits)
-    if fits < count and not grows:
-        held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
-        what = f"ask for {count} worker(s) with {', '.join(f'{name}: {need:g}' for name, need in needs.items())} each"
-        whose = "this machine" if options.get("placement_group") is None else "the placement group"
-        raise ConfigError(where, what, f"at most what {whose} has ({held})")
-    return count
-
-
-def _fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
     fits = (int(place.get(name, 0) // need) for name, need in needs.items() if need)
     return min(fits, default=max(1, int(place.get("CPU", 1))))
 
 
-def _named(ray: ModuleType, name: str, where: str) -> Any:
+def _find_group(ray: ModuleType, name: str, where: str) -> Any:
     try:
         return ray.util.get_placement_group(name)
     except ValueError as error:
         what = f"is {name!r}, which this Ray cluster does not have"
-        raise ConfigError(f"{where}['placement_group']", what, "one that your program created") from error
+        raise ConfigError(where, what, "one that your program created") from error
 
 
 def _start(ray: ModuleType) -> None:

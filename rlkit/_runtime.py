@@ -90,7 +90,7 @@ def lazy_names(
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Warn as ``warnings.warn`` does, at the user's line; in a thread that rlkit started, at the line of rlkit."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and _package(frame) in ("rlkit", "torch"):  # no_grad as a decorator is torch's line
+    while frame is not None and _package(frame) in ("rlkit", "torch", "attr"):  # no_grad, attrs.evolve
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=2 if frame is None or _package(frame) == "threading" else level)
 

@@ -26,8 +26,8 @@ from rlkit.errors import ConfigError
 from rlkit.recipes import tasks as environments
 from rlkit.recipes.algorithms import Method, resolve
 from rlkit.recipes.data import RAW, Example, fit, read_examples, read_rows
-from rlkit.recipes.settings import Experience, Format, Model, Operator, Settings
-from rlkit.rollouts import Plan
+from rlkit.recipes.settings import Experience, Explorer, Format, Model, Operator, Settings
+from rlkit.rollouts import Plan, Ray
 from rlkit.trajectory import Group, Trajectory
 from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, Adam, Lora, SamplingParams
 
@@ -408,12 +408,22 @@ def make_plan(settings: Settings, n: int) -> Plan:
         max_length=length,
         concurrency=explorer.concurrency,
         deadline=explorer.max_timeout,
-        executor=explorer.executor,
-        executor_options=explorer.executor_options,
+        executor=choose_executor(explorer),
         attempts=1 + explorer.max_retry_times,
         share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
         progress=False,
     )
+
+
+def choose_executor(explorer: Explorer) -> Ray | str:
+    """Return where environments run. Raises ConfigError: an option of Ray's is wrong."""
+    where = "explorer.executor_options"
+    options: Any = explorer.executor_options
+    if explorer.executor == "threads":
+        _check.require(not options, where, options, "none", 'explorer.executor is "threads"')
+        return "threads"
+    _check.check_keywords(where, Ray, options)
+    return Ray(**options)
 
 
 def choose_policy(settings: Settings) -> Policy:

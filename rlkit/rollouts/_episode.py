@@ -21,7 +21,6 @@ from rlkit.rollouts._plan import (
     SHORT,
     CannotGoOn,
     Deadline,
-    Executor,
     Fault,
     Plan,
     described,
@@ -106,7 +105,6 @@ class Shared:
     plan: Plan
     step: int
     chat: Chat
-    executor: Executor
     asker: Asker
     counters: Counters
     find_player: Callable[[], HarnessPlayer]  # imports it for the first harness
@@ -170,7 +168,9 @@ class Episode:
         plan = self._shared.plan
         self._turns = []
         self._answer = {}
-        env = await self._opened()
+        async with self._within("make"):
+            grace = plan.close_timeout / 2
+            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=grace)
         try:
             ended, messages = await (self._driven(env) if env.plays else self._conversation(env))
         finally:
@@ -182,19 +182,6 @@ class Episode:
                 self._say_once(problem)
             self._count("close_failed", int(problem is not None))
         return self._trajectory(ended, messages)
-
-    async def _opened(self) -> Guarded:
-        """Return a new environment. The start of its worker does not count as time of this episode."""
-        began = time.monotonic()
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                task = await stack.enter_async_context(self._shared.executor.prepare_task(self._task))
-            except Exception as error:
-                raise Fault("make", error) from error
-            self._ends += time.monotonic() - began
-            async with self._within("make"):
-                grace = self._shared.plan.close_timeout / 2
-                return await Guarded.opened(task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=grace)
 
     def _say_once(self, problem: Exception) -> None:
         """Warn that an environment could not be closed, and may have left something open; later ones are counted."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -27,7 +24,7 @@ from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
     from rlkit.chat import Chat
-    from rlkit.envs.protocol import Task
+    from rlkit.rollouts._ray import Ray
 
 __all__ = ["Plan"]
 
@@ -68,7 +65,7 @@ class CannotGoOn(Exception):
     """The rollout ends with ``error``, which is not the fault of one episode."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(error)
         self.error = error
 
 
@@ -137,67 +134,18 @@ def _short(file: str) -> str:
     return file
 
 
-EXECUTORS = {"threads": "rlkit.rollouts._plan:Threads", "ray": "rlkit.rollouts._ray:Ray"}
+def _read_executor(value: Ray | str) -> Ray | str:
+    """Return an executor, made of its name where that is given."""
+    if isinstance(value, str) and value == "threads":
+        return value
+    from rlkit.rollouts._ray import Ray  # which imports ray when a rollout starts
 
-
-class Executor(Protocol):
-    """Where the environments of rollouts run."""
-
-    def check_options(self, options: Mapping[str, object]) -> None:
-        """Check a plan's ``executor_options``.
-
-        Raises:
-            ConfigError: naming the field.
-            MissingPackageError: the executor's package is not installed.
-        """
-
-    def place_tasks(self, plan: Plan, tasks: Iterable[Task]) -> AbstractAsyncContextManager[Iterable[Task]]:
-        """Yield the tasks with environments that live where this executor runs them; at the end leave nothing there.
-
-        Raises:
-            ConfigError: an environment cannot live there.
-        """
-
-    def prepare_task(self, task: Task) -> AbstractAsyncContextManager[Task]:
-        """Yield a placed task whose next environment is made at once: wait before for what has to start.
-
-        Raises:
-            EnvError: the rollout has ended.
-        """
-
-
-class Threads:
-    """Threads of this process: tasks stay as they are."""
-
-    def check_options(self, options: Mapping[str, object]) -> None:
-        """Refuse options: this executor takes none.
-
-        Raises:
-            ConfigError: there are some.
-        """
-        if options:
-            raise ConfigError("Plan.executor_options", f"is {dict(options)}", "none", 'executor is "threads"')
-
-    def place_tasks(self, plan: Plan, tasks: Iterable[Task]) -> AbstractAsyncContextManager[Iterable[Task]]:
-        """Yield the tasks."""
-        del plan
-        return contextlib.nullcontext(tasks)
-
-    def prepare_task(self, task: Task) -> AbstractAsyncContextManager[Task]:
-        """Yield the task."""
-        return contextlib.nullcontext(task)
-
-
-def find_executor(name: str) -> Executor:
-    """Return the executor of that name.
-
-    Raises:
-        ConfigError: none has it.
-
-    >>> find_executor("threads").check_options({})
-    """
-    executor: Executor = resolve_name(EXECUTORS[_check.choice("Plan.executor", name, tuple(EXECUTORS))])()
-    return executor
+    if isinstance(value, str) and value == "ray":
+        text = 'Plan.executor="ray" will be removed: pass executor=rlkit.rollouts.Ray(), which takes its options'
+        _runtime.warn(text, DeprecationWarning)
+        return Ray()
+    _check.require(isinstance(value, Ray), "Plan.executor", value, '"threads" or rlkit.rollouts.Ray(...)')
+    return value
 
 
 def _listed(value: object) -> object:
@@ -229,12 +177,8 @@ class Plan:
         call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
             deadline.
         close_timeout: seconds that closing an environment may take, > 0.
-        executor: where environments run: "threads" of this process, or "ray": in worker processes of Ray's, on the
-            cluster that ``ray.init`` connected to, else on this machine. Several environments share a worker.
-        executor_options: of Ray: "workers", how many, >= 1 (None: as many as the CPUs suffice for); and what each is
-            given: "num_cpus", >= 0 (1), "num_gpus", >= 0 (0), "memory" in bytes, which on Linux its environments cannot
-            exceed, "resources" by name; "placement_group", Ray's own or its name: where they run, within what it has
-            set aside.
+        executor: where environments run: "threads" of this process, or ``rlkit.rollouts.Ray(...)``: worker processes of
+            Ray's. "ray" is the older form of ``Ray()``.
         retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``, of
             which ``EnvLost`` is one.
         attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew
@@ -269,8 +213,7 @@ class Plan:
     deadline: float = checked(1800.0, _check.real, above=0.0, why="seconds")
     call_timeout: float | None = checked(None, _check.real, none=True, above=0.0, why="seconds")
     close_timeout: float = checked(5.0, _check.real, above=0.0, why="seconds")
-    executor: str = "threads"
-    executor_options: Mapping[str, object] = attrs.field(factory=dict, converter=read_only)
+    executor: Ray | str = attrs.field(default="threads", converter=_read_executor)
     retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
     attempts: int = checked(3, _check.integer, low=1)
     share: float = checked(1.0, _check.real, above=0.0, high=1.0)
@@ -286,9 +229,6 @@ class Plan:
         tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
         if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
             raise ConfigError("Plan.tags", f"got {_check.describe(self.tags)}", "names with text, numbers or bools")
-        executor, options = find_executor(self.executor), self.executor_options
-        _check.require(isinstance(options, Mapping), "Plan.executor_options", options, "a dict")
-        executor.check_options(options)
         self._check_retry()
         if self.progress and importlib.util.find_spec("rich") is None:
             raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_runtime.command('rollouts')}")

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,7 @@ from rlkit.envs.protocol import Task, TaskSettings
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts._asking import Asker, Counters, Lanes, Start
 from rlkit.rollouts._episode import HARNESS_PLAYER, Episode, HarnessPlayer, Shared, rewarded, scored
-from rlkit.rollouts._plan import CannotGoOn, Plan, described, find_executor, pauses, start_seed
+from rlkit.rollouts._plan import CannotGoOn, Plan, described, pauses, start_seed
 from rlkit.trajectory import Failure, Group, Trajectory
 
 if TYPE_CHECKING:
@@ -130,8 +131,7 @@ class Runner:
         computing, playing = Lanes(2, 0.25), Lanes(8, 0.02)
         asker = Asker(self._sampler, plan, self._counters, computing)
         chat = await call(self._chat, where="chat")  # in a thread: it may import and compile
-        executor, counters = find_executor(plan.executor), self._counters
-        self._shared = Shared(plan, self._step, chat, executor, asker, counters, self._find_player, computing, playing)
+        self._shared = Shared(plan, self._step, chat, asker, self._counters, self._find_player, computing, playing)
         self._counters.mean("sampler/version", self._sampler.version)
         with Progress(self._total(), plan.progress) as self._progress:
             supervisor = asyncio.create_task(self._supervise())
@@ -175,7 +175,8 @@ class Runner:
         if self._plan.share < 1.0:
             self._enough = math.ceil(self._plan.share * (self._total() or 0))
         try:
-            placed = self._shared.executor.place_tasks(self._plan, self._tasks)
+            executor, tasks = self._plan.executor, self._tasks
+            placed = nullcontext(tasks) if isinstance(executor, str) else executor.place(self._plan, tasks)
             async with placed as tasks, asyncio.TaskGroup() as members:
                 for number, task in enumerate(tasks):
                     await self._room.acquire()

@@ -260,7 +260,7 @@ def ray():
 
     import rlkit
     from rlkit.envs import StepResult
-    from rlkit.rollouts import rollout_sync
+    from rlkit.rollouts import Ray, rollout_sync
 
     class Process:
         def reset(self, seed):
@@ -274,7 +274,7 @@ def ray():
 
     sampler = rlkit.connect("toy", seed=0).sampler().result()
     options = {"n": 2, "params": rlkit.SamplingParams(max_tokens=2)}
-    (group,) = rollout_sync(sampler, Process, executor="ray", executor_options={"workers": 1}, **options)
+    (group,) = rollout_sync(sampler, Process, executor=Ray(workers=1), **options)
     assert os.getpid() not in {trajectory.reward for trajectory in group.trajectories}
 
 

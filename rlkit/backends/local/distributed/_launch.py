@@ -102,9 +102,6 @@ class Child:
         self._log.close()
 
 
-_WHERE = "Processes(ray)"
-
-
 class RayRanks:
     """Where the ranks of a world are to be.
 
@@ -122,9 +119,9 @@ class RayRanks:
     def __init__(self, settings: Processes) -> None:
         self._ray = _ray_cluster.connected()
         self.host: str = self._ray.util.get_node_ip_address()
-        options = {**(settings.ray or {}), "workers": settings.count - 1}
-        place = _ray_cluster.Place.of(self._ray, options, settings.start, _WHERE)
-        self._actor = self._ray.remote(_Keeper).options(max_concurrency=4, max_restarts=0, **place.options)
+        worker = _ray_cluster.RayWorker(**(settings.ray or {}))
+        options, _ = worker.find_room(self._ray, settings.count - 1, settings.start)
+        self._actor = self._ray.remote(_Keeper).options(max_concurrency=4, max_restarts=0, **options)
 
     def start(self, rank: int, settings: Mapping[str, object], threads: int | None) -> RayChild:
         """Start a rank; the arguments are those of ``Child``."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Processes", "read_processes"]
 
-RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "placement_group")
-
 
 @attrs.frozen
 class Processes:
@@ -56,7 +54,8 @@ class Processes:
             _check.integer("Processes(threads)", self.threads, low=1)
         if self.ray is not None:
             _check.require(isinstance(self.ray, Mapping), "Processes(ray)", self.ray, "a dict")
-            _ray_cluster.check(self.ray, "Processes(ray)", RAY_OPTIONS, "Processes(ray=)")
+            _check.check_keywords("Processes(ray)", _ray_cluster.RayWorker, self.ray)
+            _ray_cluster.RayWorker(**self.ray)  # checks the values
 
     def serve(self) -> None:
         """Serve the first process, then end the program, if torchrun started this process with it."""
