@@ -107,7 +107,7 @@ class TestEnvironments:
         tasks = envs.function(["a", "c"], every_third)
         played = rlkit.rollouts.rollout_sync(sampler, tasks, n=6, params=PARAMS, attempts=1, min_n=1)
         assert sum(map(len, played)) == 8
-        (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts._runner"]
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.api"]
         assert told.startswith("function: an episode failed in step, KeyError: 'b'; in the reward 'every_third' for")
         assert "env/function/failed counts them" in told
         line = every_third.__code__.co_firstlineno + 2
