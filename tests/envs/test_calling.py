@@ -20,6 +20,7 @@ import rlkit
 from rlkit import _threads
 from rlkit.envs import Action, StepResult, Task, calling
 from rlkit.envs.calling import Guarded, call
+from tests.each import for_each
 
 SHORT = 0.15  # seconds until what hangs is given up
 LONG = 60.0  # seconds that nothing here takes
@@ -185,8 +186,8 @@ async def played(act, kind=Stub, timeout=LONG):
     return caught, env.env
 
 
-@pytest.mark.parametrize("kind", [Stub, StubAsync])
-@pytest.mark.parametrize("fault", FAULTS)
+@for_each("kind", [Stub, StubAsync])
+@for_each("fault", FAULTS)
 def test_a_fault_is_an_error_of_its_episode_alone(fault, kind):
     """Each fault leads to its error, its environment is closed once, and another environment plays on beside it."""
     act, error, message = FAULTS[fault]
@@ -442,7 +443,7 @@ def test_a_close_that_is_cancelled_goes_on(endless):
     assert closed.wait(LONG)
 
 
-@pytest.mark.parametrize("kind", [Stub, StubAsync])
+@for_each("kind", [Stub, StubAsync])
 def test_a_close_that_fails_is_told(kind):
     class Failing(kind):
         def close(self):
@@ -502,7 +503,7 @@ def test_what_is_made_too_late_is_closed():
     assert closed.wait(LONG)
 
 
-@pytest.mark.parametrize("made", [None, "env", object()])
+@for_each("made", [None, "env", object()])
 def test_what_is_no_environment(made):
     with pytest.raises(rlkit.EnvError, match="environment 'stub': make: made .* no method 'reset'"):
         asyncio.run(Guarded.opened(Task(lambda: made, "stub")))
@@ -519,7 +520,29 @@ def test_an_environment_may_be_made_asynchronously():
     assert asyncio.run(scene()) == StepResult("hi", 1.0)
 
 
-@pytest.mark.parametrize(
+def reset(answer):
+    """The first observation of an environment whose reset gives ``answer``."""
+
+    class Answering(Stub):
+        def reset(self, seed):
+            return answer
+
+    async def scene():
+        return await (await Guarded.opened(Task(lambda: Answering(None)))).reset(0)
+
+    return asyncio.run(scene())
+
+
+def step(answer):
+    """The result of a step that gives ``answer``."""
+
+    async def scene():
+        return await (await Guarded.opened(Task(lambda: Stub(giving(answer))))).step(Action("x"))
+
+    return asyncio.run(scene())
+
+
+@for_each(
     ("answer", "form"),
     [
         ("text", "text"),
@@ -533,59 +556,34 @@ def test_an_environment_may_be_made_asynchronously():
     ],
 )
 def test_forms_of_an_observation(answer, form):
-    class Answering(Stub):
-        def reset(self, seed):
-            return answer
-
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Answering(None)))).reset(0)
-
-    assert asyncio.run(scene()) == form
+    assert reset(answer) == form
 
 
-@pytest.mark.parametrize("answer", ["", [], ("", {"seed": 1})])
+@for_each("answer", ["", [], ("", {"seed": 1})])
 def test_an_episode_begins_with_something(answer):
     """A policy cannot answer nothing: an empty first observation is the environment's failure."""
-
-    class Silent(Stub):
-        def reset(self, seed):
-            return answer
-
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Silent(None)))).reset(0)
-
     with pytest.raises(rlkit.errors.EnvError, match="observation: is empty"):
-        asyncio.run(scene())
+        reset(answer)
 
 
-@pytest.mark.parametrize("answer", [[3, 4], (3, 4), np.array([3, 4], np.int32)])
+@for_each("answer", [[3, 4], (3, 4), np.array([3, 4], np.int32)])
 def test_tokens_as_an_observation(answer):
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Stub(giving(StepResult(answer)))))).step(Action("x"))
-
-    found = asyncio.run(scene()).observation
-    assert found.dtype == np.int64
-    assert found.tolist() == [3, 4]
+    found = step(StepResult(answer)).observation
+    assert (found.dtype, found.tolist()) == (np.int64, [3, 4])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("reward", "number"),
     [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(2), 2.0), (np.bool_(True), 1.0), (-0.25, -0.25)],
 )
 def test_forms_of_a_reward(reward, number):
     """And the five values of gymnasium, with nothing to see at the end."""
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Stub(giving((None, reward, np.bool_(True), False, None)))))
-        return await env.step(Action("x"))
-
-    found = asyncio.run(scene())
+    found = step((None, reward, np.bool_(True), False, None))
     assert found == StepResult("", number, True, False, {})
-    assert type(found.reward) is float
-    assert type(found.terminated) is bool
+    assert (type(found.reward), type(found.terminated)) == (float, bool)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "total", "several"),
     [
         (StepResult("", None), 0.0, ()),
@@ -597,22 +595,13 @@ def test_forms_of_a_reward(reward, number):
 )
 def test_none_and_several_as_a_reward(given, total, several):
     """None is no reward, several are kept one by one; a reward of 0 is one."""
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Stub(giving(given))))
-        return await env.step(Action("x"))
-
-    found = asyncio.run(scene())
+    found = step(given)
     assert (found.reward, found.rewards) == (total, several)
 
 
 def test_a_tensor_as_a_reward():
     torch = pytest.importorskip("torch")
-
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Stub(giving(StepResult("", torch.tensor(0.5))))))).step("x")
-
-    assert asyncio.run(scene()).reward == 0.5
+    assert step(StepResult("", torch.tensor(0.5))).reward == 0.5
 
 
 def test_messages_are_copied():
@@ -628,9 +617,7 @@ def test_messages_are_copied():
     assert asyncio.run(scene()).observation == ({"role": "user", "content": [{"type": "text", "text": "before"}]},)
 
 
-@pytest.mark.parametrize(
-    ("tools", "good"), [(None, True), ([{"type": "function"}], True), ("search", False), ([1], False)]
-)
+@for_each(("tools", "good"), [(None, True), ([{"type": "function"}], True), ("search", False), ([1], False)])
 def test_tools_of_an_environment(tools, good):
     env = Stub(None)
     if tools is not None:
