@@ -327,8 +327,8 @@ def finite(text: str) -> float:
     return number
 
 
-def depth(where: str, value: object, most: int = 100) -> None:
-    """Raise DataError for a value of JSON's types that is nested deeper than any message, template or schema is.
+def depth(where: str, value: object, most: int = 100, *, error: type[RlkitError] = DataError) -> None:
+    """Raise ``error`` for a value of JSON's types that is nested deeper than any message, template or schema is.
 
     Readers and templates, which call themselves, run out of stack at several times that.
     """
@@ -339,4 +339,4 @@ def depth(where: str, value: object, most: int = 100) -> None:
         # Each object once: what holds itself twice would double with every level.
         level = [*{id(each): each for each in found if getattr(each, "ndim", 1)}.values()]
     if level:
-        raise DataError(where, "is nested too deeply", f"at most {most} levels")
+        raise error(where, "is nested too deeply", f"at most {most} levels")

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
 
 import attrs
 import numpy as np
@@ -44,20 +44,20 @@ class Conversation:
     """
 
     def __init__(self, chat: Chat, observation: Observation, tools: Sequence[Message] = ()) -> None:
-        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise DataError("tools", f"got {_check.describe(tools)}", "a sequence of function schemas")
+        good = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+        _check.require(good, "tools", tools, "a sequence of function schemas", error=DataError)
         self._chat = chat
         self.extends = False
         self.messages: list[Message] = []
         self._safe: list[Message] = []  # the same, safe to render
         self._schemas = tools
-        self._prompts = chat.prompts(tools)
+        self._prompts = chat.make_prompts(tools)
         self._as_tokens = False  # parts of the prompt never were text
         if _holds_tokens(observation):
-            self.prompt = _check.frozen(self._tokens(observation))
+            self.prompt = _check.frozen(self._add_tokens(observation))
             return
-        self._begin(tools, _messages(observation))
-        self.prompt = _check.frozen(self._prompts.first(self._safe))
+        self._begin(_read_observation(observation))
+        self.prompt = _check.frozen(self._prompts.first_prompt(self._safe))
 
     def add(self, action: Action, observation: Observation | None) -> None:
         """Append what was sampled for ``prompt``, as it was sampled, and what the environment answered.
@@ -70,13 +70,8 @@ class Conversation:
             DataError: an observation of another form, or messages that cannot be rendered. Nothing is changed.
         """
         _check.require(isinstance(action, Action), "action", action, "an Action", "from Chat.action", error=DataError)
-        before = len(self.messages), self._as_tokens
-        try:
+        with self._undo_on_error():
             self._add(action, observation)
-        except Exception:
-            del self.messages[before[0] :], self._safe[before[0] :]
-            self._as_tokens = before[1]
-            raise
 
     def demonstrate(self, message: Message, observation: Observation | None = None, *, lead: bool = True) -> np.ndarray:
         """Append a given answer in place of a sampled one, and what the environment answered.
@@ -91,7 +86,8 @@ class Conversation:
             int64 [n]: the answer's tokens after ``prompt``, the last of them the one at which a sampler would stop.
 
         Raises:
-            DataError: a message of another role, or one that the template does not write after this prompt.
+            DataError: a message of another role, or one that the template does not write after this prompt; as in
+                ``add``. Nothing is changed.
 
         >>> import rlkit
         >>> tokenizer = rlkit.connect("toy").tokenizer
@@ -103,19 +99,20 @@ class Conversation:
         (message,) = read_messages([message])
         if message["role"] != "assistant":
             raise DataError("message.role", f"is {message['role']!r}", "'assistant'")
-        marked = self._chat.control.mark(self._with_calls(message), foreign=False)
-        following = [] if observation is None or _holds_tokens(observation) else _messages(observation)
         mark = self._chat.control.mark
+        marked = mark(self._write_calls(message), foreign=False)
+        following = [] if observation is None or _holds_tokens(observation) else _read_observation(observation)
         try:
-            before, tokens, said = self._prompts.answer([*self._safe, marked], [mark(each) for each in following])
+            before, tokens = self._prompts.write_answer([*self._safe, marked], [mark(each) for each in following])
         except DataError as error:
             raise DataError(f"messages[{len(self.messages)}].{error}") from error
-        whole = np.concatenate([before, tokens])
-        if not lead:
-            self.prompt = _check.frozen(np.concatenate([self.prompt, before]))
-        given = Action(message["content"], tokens=whole if lead else tokens)
-        self._add(given, observation, (message, marked, said))
-        return given.tokens
+        with self._undo_on_error():
+            if lead:
+                tokens = np.concatenate([before, tokens])
+            else:
+                self.prompt = _check.frozen(np.concatenate([self.prompt, before]))
+            self._add(Action(message["content"], tokens=tokens), observation, (message, marked))
+        return _check.frozen(tokens)
 
     def begin_turn(self, text: str) -> None:
         """Make the policy's next turn begin with ``text``, which joins the prompt and the turn, as a prefill does.
@@ -130,29 +127,36 @@ class Conversation:
         vars(other).update(messages=list(self.messages), _safe=list(self._safe), _prompts=copy.copy(self._prompts))
         return other
 
+    @contextlib.contextmanager
+    def _undo_on_error(self) -> Iterator[None]:
+        size, prompt, as_tokens = len(self.messages), self.prompt, self._as_tokens
+        try:
+            yield
+        except Exception:
+            del self.messages[size:], self._safe[size:]
+            self.prompt, self._as_tokens = prompt, as_tokens
+            raise
+
     def _add(
-        self,
-        action: Action,
-        observation: Observation | None,
-        given: tuple[Message, Message, str] | None = None,
+        self, action: Action, observation: Observation | None, given: tuple[Message, Message] | None = None
     ) -> None:
-        """Add a turn, sampled or ``given``: the message, the same safe to render, and how the template writes it."""
+        """Add a turn, sampled or ``given``: the message, and the same safe to render."""
         if self._chat.history == "none":
             self._begin_anew(action, observation)
             return
         turn = len(self._safe)
-        message, safe, said = given or ({"role": "assistant", "content": str(action)}, self._prompts.turn(action), None)
+        message, safe = given or ({"role": "assistant", "content": str(action)}, self._prompts.write_turn(action))
         self.messages.append(message)
         self._safe.append(safe)
         if observation is None:
             return
         before = np.concatenate([self.prompt, action.tokens])
         if _holds_tokens(observation):
-            prompt = np.concatenate([before, self._tokens(observation)])
+            prompt = np.concatenate([before, self._add_tokens(observation)])
         else:
-            self._append(_messages(observation))
+            self._add_messages(_read_observation(observation))
             keep = self._as_tokens or self._chat.history == "append"
-            prompt = self._prompts.following(self.prompt, action, self._safe, turn, keep=keep, said=said)
+            prompt = self._prompts.next_prompt(self.prompt, action, self._safe, turn, keep=keep)
         extends = np.array_equal(prompt[: before.size], before)
         if self._as_tokens and not extends:
             what = "messages cannot be appended to these tokens, and token ids cannot be rendered again"
@@ -168,32 +172,32 @@ class Conversation:
             self.prompt, self.extends = fresh.prompt, False
         self.messages += said
 
-    def _begin(self, tools: Sequence[Message], messages: list[Message]) -> None:
+    def _begin(self, messages: list[Message]) -> None:
         """Put what the program, the tools and the environment want in the system prompt into one message."""
         chat, mark = self._chat, self._chat.control.mark
         parts = [] if chat.system is None else [(chat.system, mark(chat.system, foreign=False))]
-        if tools and not self._prompts.renders_tools:
+        if self._schemas and not self._prompts.renders_tools:
             from rlkit.tools import describe
 
-            described = describe(tools, chat.tool_format)
+            described = describe(self._schemas, chat.tool_format)
             parts.append((described, mark(described)))
-        if parts and messages and messages[0]["role"] == "system" and isinstance(messages[0].get("content"), str):
+        if parts and messages and messages[0]["role"] == "system":
             text = messages.pop(0)["content"]
             parts.append((text, mark(text)))
         if parts:
             end = "\n\n" if messages and chat.template is None and chat.renderer is None else ""
             self.messages.append({"role": "system", "content": "\n\n".join(plain for plain, _ in parts)})
             self._safe.append({"role": "system", "content": "\n\n".join(marked for _, marked in parts) + end})
-        self._append(messages)
+        self._add_messages(messages)
 
-    def _append(self, messages: list[Message]) -> None:
+    def _add_messages(self, messages: list[Message]) -> None:
         """Add messages of the environment."""
-        mark, ready = self._chat.control.mark, [self._with_calls(message) for message in messages]
+        mark, ready = self._chat.control.mark, [self._write_calls(message) for message in messages]
         safe = [mark(m, foreign=m["role"] != "assistant", where=f"messages[{i}]") for i, m in enumerate(ready)]
         self.messages += messages
         self._safe += safe
 
-    def _with_calls(self, message: Message) -> Message:
+    def _write_calls(self, message: Message) -> Message:
         """Return the message; where the template does not write tool calls, with these in its content."""
         if "tool_calls" not in message or self._prompts.writes_calls:
             return message
@@ -205,7 +209,7 @@ class Conversation:
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         return {**rest, "content": "\n".join(filter(None, texts))}
 
-    def _tokens(self, observation: np.ndarray) -> np.ndarray:
+    def _add_tokens(self, observation: np.ndarray) -> np.ndarray:
         """Return int64: what the environment gave as tokens, and the prefill; the log has its text."""
         chat = self._chat
         ids = _check.token_ids("observation", observation, vocab_size=chat.tokenizer.vocab_size)
@@ -221,13 +225,6 @@ def _holds_tokens(observation: object) -> TypeGuard[np.ndarray]:
     return isinstance(observation, np.ndarray) and observation.dtype != object
 
 
-def _check_tokenizer(tokenizer: object) -> None:
-    for name in ("encode", "decode", "eos_ids", "chat_template"):
-        if not hasattr(tokenizer, name):
-            what = f"got {_check.describe(tokenizer)}, which lacks {name}"
-            raise ConfigError("Chat(tokenizer)", what, "the policy's tokenizer, policy.tokenizer")
-
-
 def _read_templates(tokenizer: Tokenizer, template: str | None) -> tuple[Template | None, Template | None]:
     """Return the chat template, and the one for conversations with tools."""
     names = dict(getattr(tokenizer, "named_tokens", {}))
@@ -239,7 +236,7 @@ def _read_templates(tokenizer: Tokenizer, template: str | None) -> tuple[Templat
     return only, only
 
 
-def _messages(observation: object) -> list[Message]:
+def _read_observation(observation: object) -> list[Message]:
     """Return the observation as messages."""
     if isinstance(observation, str):
         return [{"role": "user", "content": read_text(observation, "observation")}]
@@ -249,6 +246,11 @@ def _messages(observation: object) -> list[Message]:
     return read_messages(observation, "observation")
 
 
+def _read_variables(given: Mapping[str, object] | None) -> dict[str, object]:
+    return dict(given or {})
+
+
+@attrs.define(eq=False, repr=False, slots=False)
 class Chat:
     """Turn observations into prompts, and sampled tokens into actions.
 
@@ -272,8 +274,9 @@ class Chat:
             by the package ``renderers`` where it is installed and knows the model by its exact name, otherwise by the
             chat template; read by the tokenizer's response template where it has one (transformers'
             ``parse_response``), then by the renderer, then by the environment's tool format. None: written by the chat
-            template, read by the tool format. One of the package's names (``"qwen3"``, ``"Qwen/Qwen3-8B"``), of its
-            configs or of its renderers: by that one.
+            template, read by the tool format. A family or model by the package's name (``"qwen3"``,
+            ``"Qwen/Qwen3-8B"``), or the import path of a renderer's class (``"my_module:MyRenderer"``, as
+            ``renderers.custom`` reads it): by that one.
 
     Attributes:
         ends: the ids that end a turn of the policy: the model's end tokens, the renderer's, and the control token that
@@ -302,49 +305,34 @@ class Chat:
     True
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        system: str | None = None,
-        template: str | None = None,
-        thinking: bool | None = None,
-        prefill: str = "",
-        history: Literal["template", "append", "none"] = "template",
-        tool_format: str = "hermes",
-        variables: Mapping[str, object] | None = None,
-        renderer: object = "auto",
-    ) -> None:
+    tokenizer: Tokenizer
+    system: str | None = attrs.field(default=None, kw_only=True)
+    _template: str | None = attrs.field(default=None, kw_only=True)  # as given; ``template`` is what is used
+    thinking: bool | None = attrs.field(default=None, kw_only=True)
+    prefill: str = attrs.field(default="", kw_only=True)
+    history: Literal["template", "append", "none"] = attrs.field(default="template", kw_only=True)
+    tool_format: str = attrs.field(default="hermes", kw_only=True)
+    variables: dict[str, object] = attrs.field(default=None, kw_only=True, converter=_read_variables)
+    _renderer: str | None = attrs.field(default="auto", kw_only=True)  # as given, too
+
+    def __attrs_post_init__(self) -> None:
+        system, prefill = self.system, self.prefill
         _check.require(system is None or isinstance(system, str), "Chat.system", system, "a string or None")
         _check.require(isinstance(prefill, str), "Chat.prefill", prefill, "a string")
-        _check.choice("Chat.history", history, ("template", "append", "none"))
-        _check_tokenizer(tokenizer)
-        self._options = {
-            "system": system,
-            "template": template,
-            "thinking": thinking,
-            "prefill": prefill,
-            "history": history,
-            "tool_format": tool_format,
-            "variables": variables,
-            "renderer": renderer,
-        }
-        self.tokenizer = tokenizer
-        self.system = system
-        self.prefill = prefill
-        self.history = history
-        self.tool_format = tool_format
-        self.variables = dict(variables or {})
-        self.template, self.tool_template = _read_templates(tokenizer, template)
-        switch = {} if thinking is None else {"enable_thinking": _check.flag("Chat.thinking", thinking)}
-        choice = None if renderer == "auto" and template is not None else renderer
-        self.renderer = find_renderer(choice, tokenizer, self.variables | switch)
-        self._reader = response_reader(tokenizer) if choice == "auto" else None
-        texts = "".join(t.text for t in (self.template, self.tool_template) if t)
-        self.control = self.renderer.control if self.renderer else ControlText(tokenizer, texts)
-        if thinking is not None and self.renderer is None:
-            self.variables |= self._switch(thinking)
-        known = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
+        _check.choice("Chat.history", self.history, ("template", "append", "none"))
+        _check.require_protocol("Chat(tokenizer)", self.tokenizer, Tokenizer, "policy.tokenizer")
+        self.template, self.tool_template = _read_templates(self.tokenizer, self._template)
+        switch = {} if self.thinking is None else {"enable_thinking": _check.flag("Chat.thinking", self.thinking)}
+        choice = None if self._renderer == "auto" and self._template is not None else self._renderer
+        self.renderer = find_renderer(choice, self.tokenizer, {**self.variables, **switch})
+        self._reader = response_reader(self.tokenizer) if choice == "auto" else None
+        self.switched = dict(self.variables)  # as the template reads them
+        if self.renderer is not None:
+            self.control, known = self.renderer.control, self.renderer.ends.union(self.tokenizer.eos_ids)
+        else:
+            self.switched |= self._find_switches()
+            texts = "".join(t.text for t in (self.template, self.tool_template) if t)
+            self.control, known = ControlText(self.tokenizer, texts), frozenset(self.tokenizer.eos_ids)
         self._closing = self._find_closing(known)
         self.ends = known if self._closing is None else known | {self._closing}
 
@@ -368,7 +356,7 @@ class Chat:
                 ends = tuple(token for token in rendered.tolist() if token in ends)[-1:] or ends
         return np.array(ends[:1], np.int64)
 
-    def with_options(self, **changes: object) -> Chat:
+    def with_options(self, **changes: Any) -> Chat:
         """Return a chat with the same tokenizer and these arguments of ``Chat`` replaced.
 
         Raises:
@@ -378,11 +366,11 @@ class Chat:
         >>> Chat(rlkit.connect("toy").tokenizer, system="Be brief.").with_options(history="append").history
         'append'
         """
+        _check.check_keywords("Chat", Chat, changes)
         if changes.keys() != {"prefill"}:
-            return Chat(self.tokenizer, **{**self._options, **changes})  # type: ignore[arg-type]
+            return attrs.evolve(self, **changes)
         chat = copy.copy(self)  # nothing is compiled again
-        chat.prefill = str(changes["prefill"])
-        chat._options = self._options | changes  # noqa: SLF001
+        chat.prefill = changes["prefill"]
         return chat
 
     def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
@@ -415,10 +403,8 @@ class Chat:
         marked = self.control.mark({"role": role, "content": text})
         if self.renderer is not None:
             return self.renderer.render([marked], (), head=False)
-        if self.template is None:
-            return self.control.encode(f"{marked['content']}\n\n", first=True)
-        rendered = self.template.render([marked], head=False, **{**self.variables, "tools": None})
-        return self.control.encode(rendered, first=True)
+        text = f"{marked['content']}\n\n" if self.template is None else self.make_prompts(()).write([marked])
+        return self.control.encode(text)
 
     def action(
         self,
@@ -466,15 +452,15 @@ class Chat:
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` that stop at all of ``ends``, also at those that are not the model's end tokens."""
-        more: list[int] = sorted(self.ends.difference(self.tokenizer.eos_ids))
+        more: Sequence[int | str] = sorted(self.ends.difference(self.tokenizer.eos_ids))
         if not more or params.stop == ():
             return params
-        if params.stop and isinstance(params.stop[0], str):
-            texts = [self.tokenizer.decode([token], skip_special=False) for token in more]
-            return attrs.evolve(params, stop=tuple(dict.fromkeys([*params.stop, *texts])))
-        return attrs.evolve(params, stop=tuple(dict.fromkeys([*(params.stop or ()), *more])))
+        stop = params.stop or ()
+        if stop and isinstance(stop[0], str):
+            more = [self.tokenizer.decode(np.array([token]), skip_special=False) for token in more]
+        return attrs.evolve(params, stop=tuple(dict.fromkeys([*stop, *more])))
 
-    def prompts(self, tools: Sequence[Message]) -> TemplatePrompts | RendererPrompts:
+    def make_prompts(self, tools: Sequence[Message]) -> TemplatePrompts | RendererPrompts:
         """Return what writes the prompts of one conversation."""
         return RendererPrompts(self, self.renderer, tools) if self.renderer else TemplatePrompts(self, tools)
 
@@ -485,7 +471,7 @@ class Chat:
         token, which may begin something else.
         """
         said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
-        last, inner = (self._written_after("Yes.", messages) for messages in (said, [*said, said[0]]))
+        last, inner = (self._read_after("Yes.", messages) for messages in (said, [*said, said[0]]))
         at = next((i for i, token in enumerate(last) if token in known), len(last))
         within = last[: at + 1] == inner[: at + 1]  # not only after the last turn, as some templates put the eos
         if not last or (within and at < len(last)) or last[:1] != inner[:1]:
@@ -501,24 +487,21 @@ class Chat:
             _warned.add(message)
         return last[0]
 
-    def _written_after(self, text: str, messages: Sequence[Message]) -> list[int]:
+    def _read_after(self, text: str, messages: Sequence[Message]) -> list[int]:
         """Return the control tokens that come directly after ``text`` in the rendered messages."""
         try:
-            if self.renderer is not None:
-                ids = self.renderer.render(messages, (), head=False)
-                rendered = self.tokenizer.decode(ids, skip_special=False)
-            elif self.template is not None:
-                rendered = self.template.render(messages, head=False, **{**self.variables, "tools": None})
-            else:
-                return []
+            written = self.make_prompts(()).write(messages)
         except DataError:
             return []
-        return self.control.leading_ids(rendered.partition(text)[2])
+        return self.control.leading_ids(written.partition(text)[2])
 
-    def _switch(self, thinking: bool) -> dict[str, bool]:
+    def _find_switches(self) -> dict[str, bool]:
+        """Return the variables of the template that switch thinking."""
+        if self.thinking is None:
+            return {}
         known = [name for name in ("enable_thinking", "thinking") if self.template and name in self.template.names]
         if not known:
             what = "the template does not read enable_thinking" if self.template else "the model has no template"
             expected = "a template that reads it"
             raise ConfigError("Chat.thinking", what, expected, "prefill can begin the turn instead")
-        return dict.fromkeys(known, thinking)
+        return dict.fromkeys(known, self.thinking)

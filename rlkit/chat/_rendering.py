@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit._runtime import missing, warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import (
-    CUT,
-    ControlText,
-    check_written,
-    find_answer,
-    size_of_lead,
-    without,
-    without_prefill,
-)
+from rlkit.chat.templates import CUT, ControlText, end_answer, find_answer, without_prefill
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelRenderer", "RendererPrompts", "find_renderer"]
 
 _MOST = 128  # calls in one turn
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_INSTEAD = "renderer=None uses the model's chat template"
 _CANNOT = {
     "invalid_json": "its JSON is not valid",
     "unclosed_block": "it is not closed",
@@ -97,13 +89,9 @@ class ModelRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], *, head: bool = True) -> np.ndarray:
         """Render marked messages: int64 [T]. Raises DataError: the renderer refuses them."""
-        try:
-            ids = self._renderer.render_ids(
-                self._ready(messages), tools=self._ready(tools) or None, add_generation_prompt=head
-            )
-        except Exception as error:
-            raise _refused(messages, error) from error
-        return np.array(ids, np.int64)
+        said, schemas = self._prepare(messages), self._prepare(tools) or None
+        with _explain_refusal(messages):
+            return np.array(self._renderer.render_ids(said, tools=schemas, add_generation_prompt=head), np.int64)
 
     def extend(
         self, prompt: np.ndarray, sampled: np.ndarray, new: Sequence[Message], tools: Sequence[Message], *, keep: bool
@@ -114,12 +102,9 @@ class ModelRenderer:
             DataError: the renderer refuses the messages.
         """
         renderer, start = self._keeping if keep else self._renderer, np.concatenate([prompt, sampled])
-        try:
-            bridged = renderer.bridge_to_next_turn(
-                prompt.tolist(), sampled.tolist(), self._ready(new), tools=self._ready(tools) or None
-            )
-        except Exception as error:
-            raise _refused(new, error) from error
+        said, schemas = self._prepare(new), self._prepare(tools) or None
+        with _explain_refusal(new):
+            bridged = renderer.bridge_to_next_turn(prompt.tolist(), sampled.tolist(), said, tools=schemas)
         ids = np.array([] if bridged is None else bridged.token_ids, np.int64)
         return ids if np.array_equal(ids[: start.size], start) and ids.size > start.size else None
 
@@ -132,10 +117,11 @@ class ModelRenderer:
         except Exception as error:  # noqa: BLE001  # the policy chose the tokens, and is to be told
             what = f"the turn cannot be read ({type(error).__name__}: {str(error)[:80]})"
             return Parsed("", errors=(Malformed(what, "text, or calls in the model's own format"),))
-        attempts: list[ToolCall | Malformed] = []
+        attempts, start = list[ToolCall | Malformed](), 0
         for call in message.tool_calls[:_MOST]:
-            behind = attempts[-1].position + 1 if attempts else 0
-            attempts.append(_attempt(call, len(attempts), max(text.find(call.raw, behind), behind)))
+            position = max(text.find(call.raw, start), start)
+            attempts.append(_read_call(call, len(attempts), position))
+            start = position + 1
         return Parsed(
             message.content,
             tuple(item for item in attempts if isinstance(item, ToolCall)),
@@ -143,14 +129,14 @@ class ModelRenderer:
             message.reasoning_content,
         )
 
-    def _ready(self, messages: Sequence[Message]) -> list[Message]:
+    def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         if self._ordinary:
             messages = json.loads(json.dumps(messages, ensure_ascii=False).replace(CUT, ""))
         return list(messages)
 
 
 class RendererPrompts:
-    """The prompts of a conversation by a renderer."""
+    """Prompts of marked messages by a renderer: the same methods as ``TemplatePrompts``, where they are explained."""
 
     renders_tools = writes_calls = True
 
@@ -158,16 +144,14 @@ class RendererPrompts:
         self._chat, self._renderer = chat, renderer
         self._tools = chat.control.mark(list(tools), where="tools")
 
-    def turn(self, action: Action) -> Message:
+    def write_turn(self, action: Action) -> Message:
         """Return the policy's turn with its reasoning and its calls; those that cannot be read stay text."""
         mark, parsed = self._chat.control.mark, action.parsed
         if parsed is None:
             return {"role": "assistant", "content": mark(str(action), foreign=False)}
         unread = [error.raw for error in parsed.errors if error.raw]
-        turn: dict[str, object] = {
-            "role": "assistant",
-            "content": "\n".join([parsed.text_outside, *unread]).strip("\n"),
-        }
+        content = "\n".join([parsed.text_outside, *unread]).strip("\n")
+        turn: dict[str, object] = {"role": "assistant", "content": content}
         if parsed.reasoning is not None:
             turn["reasoning_content"] = parsed.reasoning
         if parsed.calls:
@@ -175,72 +159,60 @@ class RendererPrompts:
             turn["tool_calls"] = [{"type": "function", "id": i, "function": f} for i, f in functions]
         return mark(turn, foreign=False)
 
-    def first(self, messages: Sequence[Message]) -> np.ndarray:
-        """Render all messages and the head of the policy's turn: int64 [P]."""
-        return self._prefilled(self._renderer.render(messages, self._tools))
+    def write(self, messages: Sequence[Message], *, head: bool = False) -> str:
+        """Return messages as text."""
+        return self._decode(self._renderer.render(messages, self._tools, head=head))
 
-    def answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
-        """Return the last message, the assistant's, as it is written after the others; see ``TemplatePrompts``."""
-        message, chat = messages[-1], self._chat
-        before, whole = self._renderer.render(messages[:-1], self._tools), self._whole(messages)
-        check_written(message, lambda name: not np.array_equal(self._whole(without(messages, name)), whole))
-        texts = [self._text(ids) for ids in (before, self._whole(messages[:-1]), whole)]
-        plain: Message = {**message, "content": message["content"].replace(CUT, "")}
-        found = find_answer(plain, *texts)
-        ids = self._as_text(found) if isinstance(found, str) else self._from(whole, found)
+    def first_prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """Render all messages and the head of the policy's turn."""
+        return self._add_prefill(self._renderer.render(messages, self._tools))
+
+    def write_answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the last message, the assistant's, as it is written after the others."""
+        chat, message = self._chat, {**messages[-1], "content": messages[-1]["content"].replace(CUT, "")}
+        start, written = find_answer(self.write, messages, message)
+        whole = self._renderer.render(messages, self._tools, head=False)
+        ids = self._cut(whole, start) if start >= 0 else self._encode(written)
         if chat.prefill:
-            text = self._text(ids)
-            rest = without_prefill(text, plain, chat.prefill)
-            ids = self._from(ids, len(text) - len(rest)) if text.endswith(rest) else self._as_text(rest)
-        ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
+            text = self._decode(ids)
+            rest = without_prefill(text, message, chat.prefill)
+            ids = self._cut(ids, len(text) - len(rest)) if text.endswith(rest) else self._encode(rest)
+        (ends,) = np.nonzero(np.isin(ids, list(chat.ends)))
         if ends.size:
-            ids = ids[: ends[0] + 1]
-        else:
-            more = self._whole([*messages, *following])[whole.size :] if following else whole[:0]
-            ids = np.concatenate([ids, more[:1] if np.isin(more[:1], list(chat.ends)).any() else chat.end])
-        lead = size_of_lead(chat, ids, message)
-        return ids[:lead], ids[lead:], str(message["content"])
+            return end_answer(chat, message, ids[: ends[0]], ids[ends[0] :][:1])
+        after = self._renderer.render([*messages, *following], self._tools, head=False)[whole.size :]
+        return end_answer(chat, message, ids, after[:1])
 
-    def _as_text(self, text: str) -> np.ndarray:
-        return self._chat.control.encode(self._chat.control.mark(text, foreign=False), first=False)
-
-    def _from(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Return the tokens after ``start`` characters; one that holds the end of these and more is encoded anew."""
-        cut = next(k for k in range(ids.size + 1) if len(self._text(ids[:k])) >= start)
-        return np.concatenate([self._chat.control.encode(self._text(ids[:cut])[start:], first=False), ids[cut:]])
-
-    def _whole(self, messages: Sequence[Message]) -> np.ndarray:
-        return self._renderer.render(messages, self._tools, head=False)
-
-    def following(
-        self,
-        prompt: np.ndarray,
-        action: Action,
-        messages: Sequence[Message],
-        turn: int,
-        *,
-        keep: bool,
-        said: str | None = None,  # noqa: ARG002  # of templates alone
+    def next_prompt(
+        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
     ) -> np.ndarray:
-        """Append to ``prompt``, or render all where the renderer writes earlier turns differently now: int64 [P]."""
+        """Append to ``prompt``, or render all where the renderer writes earlier turns differently now."""
         ids = self._renderer.extend(prompt, action.tokens, messages[turn + 1 :], self._tools, keep=keep)
         if ids is not None:
-            return self._prefilled(ids)
-        anew = self.first(messages)
+            return self._add_prefill(ids)
+        anew = self.first_prompt(messages)
         if not keep:  # renderers drop reasoning before each question; where there was none, nothing is rewritten
-            appended = self.following(prompt, action, messages, turn, keep=True)
-            if self._text(appended) == self._text(anew):
+            appended = self.next_prompt(prompt, action, messages, turn, keep=True)
+            if self._decode(appended) == self._decode(anew):
                 return appended
         return anew
 
-    def _text(self, ids: np.ndarray) -> str:
+    def _cut(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Return the tokens after ``start`` characters; one that holds the end of these and more is encoded anew."""
+        cut = next(k for k in range(ids.size + 1) if len(self._decode(ids[:k])) >= start)
+        return np.concatenate([self._chat.control.encode(self._decode(ids[:cut])[start:], first=False), ids[cut:]])
+
+    def _encode(self, text: str) -> np.ndarray:
+        return self._chat.control.encode(self._chat.control.mark(text, foreign=False), first=False)
+
+    def _decode(self, ids: np.ndarray) -> str:
         return self._chat.tokenizer.decode(ids, skip_special=False)
 
-    def _prefilled(self, ids: np.ndarray) -> np.ndarray:
+    def _add_prefill(self, ids: np.ndarray) -> np.ndarray:
         return np.concatenate([ids, self._chat.control.encode(self._chat.prefill, first=False)])
 
 
-def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, object]) -> ModelRenderer | None:
+def find_renderer(choice: str | None, tokenizer: Tokenizer, variables: Mapping[str, object]) -> ModelRenderer | None:
     """Return the renderer of a model; None where its chat template is to be used.
 
     Args:
@@ -252,54 +224,45 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
         ConfigError: the renderer was named, and cannot be made; with ``"auto"`` that is a warning.
         MissingPackageError: a renderer was named, and the package is not installed.
     """
-    name = str(getattr(tokenizer, "name", ""))
+    if choice is None:
+        return None
+    if not isinstance(choice, str) or choice == "default":
+        own = "a renderer of your own is named 'my_module:MyRenderer'; variables= has the options of any"
+        raise ConfigError("Chat.renderer", f"got {_check.describe(choice)}", "'auto', None or a family's name", own)
     automatic = choice == "auto"
-    if choice is None or (automatic and (_HUB_NAME.fullmatch(name) is None or Path(name).is_dir())):
+    name = str(getattr(tokenizer, "name", "")) if automatic else choice
+    if automatic and ("/" not in name or Path(name).is_dir()):
         return None
     try:
-        from renderers.base import MODEL_RENDERER_MAP
+        import renderers
+        from renderers.base import MODEL_RENDERER_MAP, template_field_names
     except ImportError as error:
         if automatic:
             return None
         raise missing("Chat.renderer", "renderers", "renderers") from error
     if automatic and name not in MODEL_RENDERER_MAP:
         return None
-    if choice == "default":
-        raise ConfigError("Chat.renderer", "is 'default'", "a family's renderer", _INSTEAD)
     try:
-        return _make_renderer(choice, name, tokenizer, variables)
+        if ":" in name:  # a class outside of the package
+            config = renderers.CustomRendererConfig(import_path=name)
+        else:
+            config = renderers.config_from_name(MODEL_RENDERER_MAP.get(name, name))
+        if automatic and not variables.keys() <= template_field_names(config):
+            return None
+        adapter = RendererTokenizer(tokenizer, name)
+        renderer = renderers.create_renderer(adapter, config, chat_template_kwargs=variables)
+        return ModelRenderer(renderer, adapter.guard(renderer))
     except Exception as error:
         where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if automatic:  # not asked for: the model's own template is used
             warn(f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}", RuntimeWarning)
             return None
-        what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
-        raise ConfigError("Chat.renderer", what, "a renderer for this model", _INSTEAD) from error
+        raise ConfigError(
+            "Chat.renderer", f"{name!r} cannot be used ({where})", "a renderer for this model", _INSTEAD
+        ) from error
 
 
-def _make_renderer(
-    choice: object, name: str, tokenizer: Tokenizer, variables: Mapping[str, object]
-) -> ModelRenderer | None:
-    """Return the renderer; None where ``"auto"`` finds one that lacks a variable."""
-    import renderers
-    from renderers.base import MODEL_RENDERER_MAP, template_field_names
-
-    if isinstance(choice, str):
-        name = name if choice == "auto" else choice
-        config = renderers.config_from_name(MODEL_RENDERER_MAP.get(name, name))
-    else:
-        config = getattr(choice, "config", choice)  # of a renderer that was made
-    if choice == "auto" and not variables.keys() <= template_field_names(config):
-        return None
-    adapter = RendererTokenizer(tokenizer, name)
-    renderer = renderers.create_renderer(adapter, config, chat_template_kwargs=variables)
-    return ModelRenderer(renderer, adapter.guard(renderer))
-
-
-_INSTEAD = "renderer=None uses the model's chat template"
-
-
-def _attempt(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malformed:
+def _read_call(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malformed:
     """Return what a renderer read as rlkit's type; arguments are checked against schemas later."""
     id_, name, arguments, status = call.id or f"call{index:05d}", call.name or "", call.arguments, str(call.status)
     problem = _CANNOT.get(status, status)
@@ -316,6 +279,10 @@ def _attempt(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malf
     return Malformed(problem, expected, position, call.raw[:40], name[:64], id_, call.raw)
 
 
-def _refused(messages: Sequence[Message], error: Exception) -> DataError:
-    what = f"the renderer refuses messages with the roles {_check.roles(messages)}"
-    return DataError(f"{what}: {type(error).__name__}: {error}")
+@contextlib.contextmanager
+def _explain_refusal(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        what = f"the renderer refuses messages with the roles {_check.roles(messages)}"
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error

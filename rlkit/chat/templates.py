@@ -1,29 +1,25 @@
 """Prompts written with the model's chat template, and text that cannot become control tokens.
 
-Text that cannot become control tokens.
-
 A chat template writes control tokens (``<|im_end|>``) as text, and so can an environment, a user or a tool. Both come
 out of the template as one string, so the difference has to travel inside it: contents are marked before they are
 rendered. A marked string has an invisible separator after the first character of each control token's text; it ends a
 piece of text when the rendering is encoded, and control tokens do not grow across pieces. Text without such strings is
 not changed at all, so its tokens are those of the plain rendering.
-
-The prompts of a conversation, written with the model's chat template.
-
-Messages are marked here: see ``ControlText``. ``rlkit.chat._rendering`` has the same methods over a renderer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check, _runtime
 from rlkit._interaction import Action, Message
@@ -68,7 +64,7 @@ class Template:
             import jinja2.meta
         except ImportError as error:
             raise ConfigError(f"chat templates need jinja2; run: {_runtime.command('chat')}") from error
-        environment = _environment(dt.datetime.now().astimezone())
+        environment = _make_environment()
         try:
             self._compiled = environment.from_string(text)
             self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
@@ -91,11 +87,10 @@ class Template:
         """
         names = {"tools": None, "documents": None} | self._tokens | variables
         try:
-            text: str = self._compiled.render(names, messages=list(messages), add_generation_prompt=head)
+            return self._compiled.render(names, messages=list(messages), add_generation_prompt=head)
         except (*self._failures, RecursionError, MemoryError) as error:
             what = f"the chat template refuses messages with the roles {_check.roles(messages)}"
             raise DataError(f"{what}: {str(error) or type(error).__name__}") from error
-        return text
 
     @functools.cached_property
     def call_form(self) -> tuple[bool, bool] | None:
@@ -108,17 +103,14 @@ class Template:
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         asked: list[Message] = [{"role": "user", "content": "Q"}, turn]
         answered = [*asked, {"role": "tool", "content": "R", "tool_call_id": "call00000"}]
+        histories = [(asked, False), (answered, True)]
         other = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
         forms = [(as_text, null) for null in (False, True) for as_text in (False, True)]
         for tools, form in itertools.product((None, [other]), forms):
-            try:
-                texts = [
-                    self.render(in_form(said, form), head=said is answered, tools=tools) for said in (asked, answered)
-                ]
-            except DataError:
-                continue
-            if all("probe_name" in text and "probe_key" in text for text in texts):
-                return form
+            with contextlib.suppress(DataError):
+                texts = [self.render(adapt_messages(said, form), head=head, tools=tools) for said, head in histories]
+                if all("probe_name" in text and "probe_key" in text for text in texts):
+                    return form
         return None
 
     @functools.cached_property
@@ -128,26 +120,25 @@ class Template:
         return next((x for x in names if re.search(rf"(?:\.|['\"]){x}\b", self.text)), names[0])
 
 
-def in_form(messages: Sequence[Message], form: tuple[bool, bool], thoughts: str = "reasoning_content") -> list[Message]:
+def adapt_messages(
+    messages: Sequence[Message], form: tuple[bool, bool], thoughts: str = "reasoning_content"
+) -> list[Message]:
     """Return messages in the form that a template reads: see ``Template.call_form`` and ``Template.thoughts``."""
-    return [_message_in_form(message, form, thoughts) for message in messages]
-
-
-def _message_in_form(message: Message, form: tuple[bool, bool], thoughts: str) -> Message:
     as_text, null = form
-    if "reasoning_content" in message and thoughts != "reasoning_content":
-        message = {thoughts if name == "reasoning_content" else name: value for name, value in message.items()}
-    if "tool_calls" not in message or form == (False, False):
-        return message
-    calls = message["tool_calls"]
-    if as_text:
-        functions = [(call, call["function"]) for call in calls]
-        calls = [{**call, "function": {**f, "arguments": _json(f["arguments"])}} for call, f in functions]
-    content = None if null and message["content"] == "" else message["content"]
-    return {**message, "content": content, "tool_calls": calls}
+    ready: list[Message] = []
+    for message in messages:
+        fields = {thoughts if name == "reasoning_content" else name: value for name, value in message.items()}
+        if null and "tool_calls" in fields:
+            fields["content"] = fields["content"] or None
+        if as_text and "tool_calls" in fields:
+            functions = [(call, call["function"]) for call in fields["tool_calls"]]
+            calls = [{**call, "function": {**f, "arguments": _json(f["arguments"])}} for call, f in functions]
+            fields["tool_calls"] = calls
+        ready.append(fields)
+    return ready
 
 
-def _environment(now: dt.datetime) -> Environment:
+def _make_environment() -> Environment:
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -164,24 +155,16 @@ def _environment(now: dt.datetime) -> Environment:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    extensions = [Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = now.strftime
+    environment.globals |= {"raise_exception": refuse, "strftime_now": dt.datetime.now().astimezone().strftime}
     return environment
 
 
-def _json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     """Write plain JSON as transformers does; Jinja's own filter would write escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 CUT = "\U000f0010"  # private-use characters: they mean nothing to any model
@@ -199,33 +182,32 @@ class ControlText:
             texts are tokens of their own; without it the vocabulary is searched once.
         template: the template's text, or None. Tokens that are not special but are in it, ``<tool_call>`` say, are
             control tokens too when an environment writes them.
+
+    Attributes:
+        special_ids: int64 [K], sorted: the ids of the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         self._tokenizer = tokenizer
         added: Mapping[str, bool] | None = getattr(tokenizer, "added_tokens", None)
         if added is None:
-            added = _special_by_search(tokenizer)
+            hidden = [i for i in range(tokenizer.vocab_size) if not tokenizer.decode([i], skip_special=True)]
+            added = {tokenizer.decode([i], skip_special=False): True for i in hidden}
         special = [text for text, is_special in added.items() if is_special and text.strip()]
         written = [text for text in added if text in (template or "") and len(text.strip()) > 2]
-        self._special = _pattern(special)
-        self._all = _pattern([*special, *written])
+        self._special = _match_any(special)
+        self._all = _match_any([*special, *written])
         self._edges = tuple({text[:i] for text in (*special, *written) for i in range(1, len(text))})
-        self._ids = {text: self._single(text) for text in special}
-        self._special_ids = np.array(sorted(i for i in self._ids.values() if i is not None), np.int64)
-        self._leads = _adds_a_prefix(tokenizer)
-
-    @property
-    def special_ids(self) -> np.ndarray:
-        """Return int64 [K], sorted: the ids of the special tokens."""
-        return self._special_ids
+        self._ids = {text: self._find_id(text) for text in special}
+        self.special_ids = np.sort(np.array([i for ids in self._ids.values() for i in ids], np.int64))
+        line, word, both = (tokenizer.encode(text) for text in ("\n", "a", "\na"))
+        self._leads = line if [*line, *word] != [*both] else None  # of one that puts a blank in front of every text
 
     def leading_ids(self, text: str) -> list[int]:
         """Return the ids of the control tokens that ``text`` begins with, white space aside."""
         ids: list[int] = []
         while self._all and (match := self._all.match(text := text.lstrip())):
-            token = self._single(match[0])
-            ids += [] if token is None else [token]
+            ids += self._find_id(match[0])
             text = text[match.end() :]
         return ids
 
@@ -241,20 +223,17 @@ class ControlText:
         Raises:
             DataError: something that is not JSON, or nested more than 64 deep.
         """
-        return cast("_Json", self._marked(value, self._all if foreign else self._special, where, 0))
+        return cast("_Json", self._mark(value, self._all if foreign else self._special, where, 0))
 
     def encode(self, text: str, *, first: bool = True) -> np.ndarray:
         """Encode ``text``, a rendering of marked texts: int64 [T]; ``first``: nothing comes before it."""
-        ids: list[np.ndarray] = []
-        for piece in text.split(CUT):
-            if piece:
-                ids.append(self._piece(piece, first=first))
-                first = False
-        return np.concatenate(ids) if ids else np.zeros(0, np.int64)
+        pieces = [piece for piece in text.split(CUT) if piece]
+        ids = [self._encode_piece(piece, first=first and i == 0) for i, piece in enumerate(pieces)]
+        return np.concatenate([np.zeros(0, np.int64), *ids])
 
-    def _marked(self, value: object, pattern: re.Pattern[str] | None, where: str, depth: int) -> object:
+    def _mark(self, value: object, pattern: re.Pattern[str] | None, where: str, depth: int) -> object:
         if isinstance(value, str):
-            return self._marked_text(str(value), pattern)
+            return self._mark_text(str(value), pattern)
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, (np.number, np.bool_)):
@@ -262,13 +241,13 @@ class ControlText:
         if depth >= _DEPTH:
             raise DataError(where, f"is nested more than {_DEPTH} levels deep", "a flatter value")
         if isinstance(value, Mapping):
-            items = ((self._marked(str(k), pattern, where, 0), v) for k, v in value.items())
-            return {k: self._marked(v, pattern, f"{where}[{k!r}]", depth + 1) for k, v in items}
+            items = ((self._mark(str(k), pattern, where, 0), v) for k, v in value.items())
+            return {k: self._mark(v, pattern, f"{where}[{k!r}]", depth + 1) for k, v in items}
         if isinstance(value, (list, tuple)):
-            return [self._marked(item, pattern, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return [self._mark(item, pattern, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
         raise DataError(where, f"got {_check.describe(value)}", "text, or a JSON value")
 
-    def _marked_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
+    def _mark_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
         text = _FOREIGN.sub("\ufffd", text)
         if pattern is None:
             return text
@@ -283,62 +262,41 @@ class ControlText:
             text = body + CUT + text[len(body) :]
         return text
 
-    def _piece(self, text: str, *, first: bool) -> np.ndarray:
-        ids = self._plain(text, special=True, first=first)
-        if self._special is None:
-            return ids
-        matches = list(self._special.finditer(text))
-        if np.isin(ids, self._special_ids).sum() == len(matches):
+    def _encode_piece(self, text: str, *, first: bool) -> np.ndarray:
+        ids = self._encode_plain(text, special=True, first=first)
+        if self._special is None or np.isin(ids, self.special_ids).sum() == len(self._special.findall(text)):
             return ids
         # The tokenizer saw a control token where the text has none, by normalising it. Only exact texts count.
-        out, start = [], 0
-        for match in matches:
-            out.append(self._plain(text[start : match.start()], special=False, first=first and not start))
-            token = self._ids[match[0]]
-            out.append(np.zeros(0, np.int64) if token is None else np.array([token], np.int64))
-            start = match.end()
-        out.append(self._plain(text[start:], special=False, first=first and not start))
-        return np.concatenate(out)
+        out: list[ArrayLike] = []
+        for i, part in enumerate(self._special.split(text)):  # every second one is a control token
+            out.append(self._ids[part] if i % 2 else self._encode_plain(part, special=False, first=first and i == 0))
+        return np.concatenate(out).astype(np.int64)
 
-    def _plain(self, text: str, *, special: bool, first: bool) -> np.ndarray:
-        if not text:
-            return np.zeros(0, np.int64)
-        if self._leads is None or first:
-            return self._tokenizer.encode(text, special=special)
-        ids = self._tokenizer.encode("\n" + text, special=special)  # what is put in front of a text stays there
-        n = self._leads.size
-        if ids.size >= n and (ids[:n] == self._leads).all():
-            return ids[n:]
-        return self._tokenizer.encode(text, special=special)
+    def _encode_plain(self, text: str, *, special: bool, first: bool) -> np.ndarray:
+        if text and self._leads is not None and not first:
+            ids = self._tokenizer.encode("\n" + text, special=special)  # what is put in front of a text stays there
+            n = self._leads.size
+            if np.array_equal(ids[:n], self._leads):
+                return ids[n:]
+        return self._tokenizer.encode(text, special=special) if text else np.zeros(0, np.int64)
 
-    def _single(self, text: str) -> int | None:
-        ids = self._tokenizer.encode(text, special=True)
-        return int(ids[0]) if ids.size == 1 else None
+    def _find_id(self, text: str) -> list[int]:
+        """Return the id of a text that is one token."""
+        ids: list[int] = self._tokenizer.encode(text, special=True).tolist()
+        return ids if len(ids) == 1 else []
 
 
-def _pattern(texts: list[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of ``texts``, the longest first."""
+def _match_any(texts: list[str]) -> re.Pattern[str] | None:
+    """Return a pattern for any of ``texts``, the longest first, as a group."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
-def _special_by_search(tokenizer: Tokenizer) -> dict[str, bool]:
-    """Return the texts of the ids that ``skip_special`` leaves out."""
-    special = {}
-    for i in range(tokenizer.vocab_size):
-        if not tokenizer.decode([i], skip_special=True) and (text := tokenizer.decode([i], skip_special=False)):
-            special[text] = True
-    return special
-
-
-def _adds_a_prefix(tokenizer: Tokenizer) -> np.ndarray | None:
-    """Return the ids of a line break if the tokenizer puts something (a blank) in front of every text; else None."""
-    line, word, both = (tokenizer.encode(text) for text in ("\n", "a", "\na"))
-    return None if np.array_equal(np.concatenate([line, word]), both) else line
+    return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
 
 
 class TemplatePrompts:
-    """Prompts by a chat template; without one the texts, one after the other."""
+    """Prompts of marked messages by a chat template; without one the texts, one after the other.
+
+    ``rlkit.chat._rendering.RendererPrompts`` has the same methods over a renderer.
+    """
 
     def __init__(self, chat: Chat, tools: Sequence[Message]) -> None:
         self._chat = chat
@@ -347,105 +305,107 @@ class TemplatePrompts:
         self._tools = chat.control.mark(list(tools), where="tools") if tools and self.renders_tools else None
         self.writes_calls = self._template is not None and self._template.call_form is not None
         self._rendered = -1, ""  # how many messages the last prompt has, and its text without prefill
+        self._answer: Message = {}  # the last that was given and not sampled,
+        self._written = ""  # and how the template wrote it
 
-    def turn(self, action: Action) -> Message:
+    def write_turn(self, action: Action) -> Message:
         """Return the policy's turn; the prefill is the program's and keeps its control tokens."""
         prefill, mark = self._chat.prefill, self._chat.control.mark
         head = prefill if prefill and action.startswith(prefill) else ""
         return {"role": "assistant", "content": head + mark(str(action)[len(head) :], foreign=False)}
 
-    def first(self, messages: Sequence[Message]) -> np.ndarray:
+    def write(self, messages: Sequence[Message], *, head: bool = False) -> str:
+        """Return messages as text; ``head``: with the head of the policy's turn, without the prefill."""
+        if self._template is not None:
+            messages = adapt_messages(messages, self._template.call_form or (False, False), self._template.thoughts)
+            return self._template.render(messages, head=head, **{**self._chat.switched, "tools": self._tools})
+        return "".join(message["content"] for message in messages)
+
+    def first_prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """Render all messages and the head of the policy's turn: int64 [P]."""
-        text = self._text(messages)
+        text = self.write(messages, head=True)
         self._check_written(messages, 0, text)
         self._rendered = len(messages), text
-        return self._encode(text + self._chat.prefill, first=True)
+        return self._chat.control.encode(text + self._chat.prefill)
 
-    def answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
+    def write_answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Return the last of ``messages``, the assistant's, as it is written after the prompt of those before it.
 
         ``following`` are the messages after it, whose head may be what ends it.
 
         Returns:
             int64 [k]: what the template puts before the content of an answer, an empty thought for one; int64 [n]: the
-            rest, with the token that ends the turn; and the text of both without that token.
+            rest, with the token that ends the turn.
 
         Raises:
             DataError: the template does not write it there, or not all of it.
         """
-        message, chat = messages[-1], self._chat
-        if self._template is None:
-            check_written(message, lambda name: False)
-            before, written = "", str(message["content"])
-        else:
-            before, whole = self._text(messages[:-1]), self._text(messages, head=False)
-            check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
-            found = find_answer(message, before, self._text(messages[:-1], head=False), whole)
-            written = found if isinstance(found, str) else whole[found:]
+        chat, message = self._chat, messages[-1]
+        _, written = find_answer(self.write, messages, message)
         said = without_prefill(written, message, chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         at, token = min(((said.index(text), token) for text, token in ends if text and text in said), default=(-1, -1))
         if at >= 0:
-            said, end = said[:at], np.array([token], np.int64)
+            said, end = said[:at], [token]
         else:
-            after = _after(self._text([*messages, *following]), before, said) if self._template and following else None
-            end = np.array(chat.control.leading_ids(after or "")[:1], np.int64)
-            end = end if np.isin(end, list(chat.ends)).any() else chat.end
-        ids = self._encode(said)
-        lead = size_of_lead(chat, ids, message)
-        return ids[:lead], np.concatenate([ids[lead:], end]), said
+            before = self.write(messages[:-1], head=True)
+            after = text_after_turn(self.write([*messages, *following], head=True), before, said) if following else None
+            end = chat.control.leading_ids(after or "")[:1]
+        self._answer, self._written = message, said
+        return end_answer(chat, message, chat.control.encode(said, first=False), end)
 
-    def following(
-        self,
-        prompt: np.ndarray,
-        action: Action,
-        messages: Sequence[Message],
-        turn: int,
-        *,
-        keep: bool,
-        said: str | None = None,
+    def next_prompt(
+        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
     ) -> np.ndarray:
         """Append the messages after the policy's ``turn`` to ``prompt`` and the tokens sampled for it.
 
         Where an earlier turn is written differently now, render all messages; ``keep`` forbids that as far as it can
-        be forbidden. ``said`` is the turn as the template wrote it, where that is not its content.
+        be forbidden.
 
         Returns:
             int64 [P].
         """
-        text = self._text(messages if self._template else messages[turn + 1 :])
         if self._template is None:
-            return np.concatenate([prompt, action.tokens, self._encode(text + self._chat.prefill)])
+            new = self.write(messages[turn + 1 :]) + self._chat.prefill
+            return np.concatenate([prompt, action.tokens, self._chat.control.encode(new, first=False)])
+        text = self.write(messages, head=True)
         known, before = self._rendered
-        before = before if known == turn else self._text(messages[:turn])  # the prompt may have been given as tokens
-        demonstrated, said = said is not None, messages[turn]["content"] if said is None else said
-        rest = _after(text, before, said)
+        if known != turn:  # the prompt may have been given as tokens
+            before = self.write(messages[:turn], head=True)
+        given = messages[turn] is self._answer
+        said = self._written if given else messages[turn]["content"]
+        rest = text_after_turn(text, before, said)
         if rest is None:
             if not keep:
-                return self.first(messages)
+                return self.first_prompt(messages)
             rest = self._after_placeholder(messages, turn)
-        ids = self._encode(rest + self._chat.prefill)
+        ids = self._chat.control.encode(rest + self._chat.prefill, first=False)
         ended = action.tokens.size > 0 and int(action.tokens[-1]) in self._chat.ends
-        if ended and ids.size and ids[0] in (action.tokens[-1], *self._closing(messages[: turn + 1], before, said)):
+        if (
+            ended
+            and ids.size
+            and ids[0] in (action.tokens[-1], *self._find_closing(messages[: turn + 1], before, said))
+        ):
             ids = ids[1:]
-        elif demonstrated and ended and np.isin(ids[:1], self._chat.control.special_ids).any() and not keep:
-            return self.first(messages)  # within a conversation the template ends the turn otherwise
+        elif given and ended and np.isin(ids[:1], self._chat.control.special_ids).any() and not keep:
+            return self.first_prompt(messages)  # within a conversation the template ends the turn otherwise
         self._check_written(messages, turn + 1, text)
         self._rendered = len(messages), text
         return np.concatenate([prompt, action.tokens, ids])
 
-    def _closing(self, messages: Sequence[Message], before: str, said: str) -> np.ndarray:
+    def _find_closing(self, messages: Sequence[Message], before: str, said: str) -> np.ndarray:
         """Return int64: the control token with which the template closes the policy's turn, if it does so with one."""
         try:
-            text = _after(self._text(messages, head=False), before, said)
+            text = text_after_turn(self.write(messages), before, said)
         except DataError:
-            text = None
-        return np.intersect1d(self._encode(text or "")[:1], self._chat.control.special_ids)
+            return np.zeros(0, np.int64)
+        ids = self._chat.control.encode(text or "", first=False)
+        return np.intersect1d(ids[:1], self._chat.control.special_ids)
 
     def _after_placeholder(self, messages: Sequence[Message], turn: int) -> str:
         """Return what the template writes after the policy's last turn, whatever it makes of the turn itself."""
         shown: Message = {"role": "assistant", "content": PLACEHOLDER}
-        parts = self._text([*messages[:turn], shown, *messages[turn + 1 :]]).split(PLACEHOLDER)
+        parts = self.write([*messages[:turn], shown, *messages[turn + 1 :]], head=True).split(PLACEHOLDER)
         if len(parts) != 2:
             what = f"the template shows the policy's turn {len(parts) - 1} times"
             raise DataError("conversation", what, "once", "tokens cannot be appended to it")
@@ -462,40 +422,27 @@ class TemplatePrompts:
                     what = f"is not written by the chat template, which leaves out the role {role!r}"
                     raise DataError(f"messages[{i}].content", what, "a template that writes it")
 
-    def _text(self, messages: Sequence[Message], *, head: bool = True) -> str:
-        if self._template is not None:
-            messages = in_form(messages, self._template.call_form or (False, False), self._template.thoughts)
-            return self._template.render(messages, head=head, **{**self._chat.variables, "tools": self._tools})
-        texts = [message.get("content") for message in messages]
-        if not all(isinstance(text, str) for text in texts):
-            what = "a message has no text, and the model has no chat template"
-            raise DataError("observation", what, "messages with text")
-        return "".join(map(str, texts))
 
-    def _encode(self, text: str, *, first: bool = False) -> np.ndarray:
-        return self._chat.control.encode(text, first=first)
+def find_answer(write: Callable[..., str], messages: Sequence[Message], message: Message) -> tuple[int, str]:
+    """Return where the last of ``messages``, an answer, begins in the text of all of them, and that text from there.
 
-
-def check_written(message: Message, is_written: Callable[[str], bool]) -> None:
-    """Raise DataError where tool calls or thoughts of an answer would be lost."""
-    for name in ("tool_calls", "reasoning_content"):
-        if name in message and not is_written(name):
-            why = "or write them into content as text"
-            raise DataError(name, "is not written by the model's chat template", "a template that writes it", why)
-
-
-def find_answer(message: Message, before: str, bare: str, whole: str) -> int | str:
-    """Return where an answer begins in ``whole``; if it is not there, the rest of its content after the prompt.
+    If it is not there (-1), the text is the rest of its content after the prompt.
 
     Args:
-        message: the answer.
-        before: the prompt, with the head of the turn.
-        bare: the same without it.
-        whole: the prompt and the answer, as the template writes them; it may write the history otherwise now.
+        write: the method of the prompts.
+        messages: the history, which may be written otherwise before this answer than in the prompt, and the answer.
+        message: the answer, with marks as ``write`` has them.
 
     Raises:
-        DataError: the head holds more than the template writes before this answer.
+        DataError: its tool calls or thoughts would be lost, or the head of the turn holds more than the template writes
+            before this answer.
     """
+    before, bare, whole = write(messages[:-1], head=True), write(messages[:-1]), write(messages)
+    for name in ("tool_calls", "reasoning_content"):
+        without = {key: value for key, value in messages[-1].items() if key != name}
+        if name in message and write([*messages[:-1], without]) == whole:
+            why = "or write them into content as text"
+            raise DataError(name, "is not written by the model's chat template", "a template that writes it", why)
     content, head = str(message["content"]), before.removeprefix(bare) if before.startswith(bare) else ""
     start = len(before) if whole.startswith(before) else -1
     for written in (head, head.rstrip()):
@@ -504,18 +451,19 @@ def find_answer(message: Message, before: str, bare: str, whole: str) -> int | s
     if start < 0 and not head and content.strip() in whole:  # the history is written otherwise, and turns have no head
         start = len(whole[: whole.rfind(content.strip())].rstrip())
     rest, structured = whole[max(start, 0) :], {"tool_calls", "reasoning_content"} & message.keys()
-    if start >= 0 and (_holds(rest, content) or (_holds(head + rest, content) and not _holds(head, content))):
-        return start
+    lean = _lean(content)
+    if start >= 0 and (lean in _lean(rest) or (lean in _lean(head + rest) and lean not in _lean(head))):
+        return start, rest
     tail = next(head[i:] for i in range(len(head), -1, -1) if head[:i] in whole)  # ``<think>``, for one: not in whole
     if structured or not content.lstrip().startswith(tail.strip()):
         name = "content" if start >= 0 else min(structured, default="content")
         what = f"is written otherwise, or not at all, after the prompt, which ends with {_check.describe(head)}"
         why = "thinking, template and prefill of the chat change the prompt"
         raise DataError(name, what, "an answer that continues the prompt", why)
-    if not tail.strip():
-        return content
-    content = content.lstrip()
-    return content[len(tail) if content.startswith(tail) else len(tail.strip()) :]
+    if tail.strip():
+        content = content.lstrip()
+        content = content[len(tail) if content.startswith(tail) else len(tail.strip()) :]
+    return -1, content
 
 
 def without_prefill(written: str, message: Message, prefill: str) -> str:
@@ -527,14 +475,20 @@ def without_prefill(written: str, message: Message, prefill: str) -> str:
     raise DataError("content", f"does not begin with Chat.prefill, {prefill!r}", "an answer that does")
 
 
-def size_of_lead(chat: Chat, ids: np.ndarray, message: Message) -> int:
-    """Return how many of an answer's tokens the template puts before its content; 0 if it has more than content."""
-    content = message["content"].replace(CUT, "").strip()
-    if not content or {"tool_calls", "reasoning_content"} & message.keys():
-        return 0
-    at = chat.tokenizer.decode(ids, skip_special=False).rfind(content)
-    sizes = (len(chat.tokenizer.decode(ids[:k], skip_special=False)) for k in range(1, ids.size + 1))
-    return sum(1 for _ in itertools.takewhile(lambda size: size <= at, sizes))
+def end_answer(
+    chat: Chat, message: Message, ids: np.ndarray, end: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the template puts before an answer's content, and the rest with ``end``, if that ends turns.
+
+    The first is empty for an answer with more than content.
+    """
+    end = end if len(end) and chat.ends.issuperset(end) else chat.end
+    content, lead = message["content"].replace(CUT, "").strip(), 0
+    if content and not {"tool_calls", "reasoning_content"} & message.keys():
+        at = chat.tokenizer.decode(ids, skip_special=False).rfind(content)
+        sizes = (len(chat.tokenizer.decode(ids[:k], skip_special=False)) for k in range(1, ids.size + 1))
+        lead = sum(1 for _ in itertools.takewhile(lambda size: size <= at, sizes))
+    return ids[:lead], np.concatenate([ids[lead:], np.array(end, np.int64)])
 
 
 def _lean(text: str) -> str:
@@ -542,21 +496,12 @@ def _lean(text: str) -> str:
     return "".join(text.replace(CUT, "").split())
 
 
-def _holds(text: str, content: str) -> bool:
-    """Return whether all of ``content`` is in ``text``, white space aside."""
-    return _lean(content) in _lean(text)
-
-
-def without(messages: Sequence[Message], name: str) -> list[Message]:
-    """Return the messages with the last one's field ``name`` left out."""
-    return [*messages[:-1], {key: value for key, value in messages[-1].items() if key != name}]
-
-
-def _after(text: str, before: str, said: str) -> str | None:
+def text_after_turn(text: str, before: str, said: str) -> str | None:
     r"""Return what is in ``text`` after ``before`` and ``said``; None if it does not begin so, white space aside.
 
-    >>> _after("user: Hi\nbot: Yes.\n", "user: Hi\nbot: ", " Yes. "), _after("bot: No.", "bot: ", "Yes.")
-    ('\n', None)
+    >>> text_after_turn("user: Hi\nbot: Yes.\n", "user: Hi\nbot: ", " Yes. ")
+    '\n'
+    >>> text_after_turn("bot: No.", "bot: ", "Yes.")
     """
     if not text.startswith(before):
         return None

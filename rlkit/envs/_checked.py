@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from rlkit.errors import DataError, EnvError
 _FORMS = "text, chat messages or token ids"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
-_DEEPEST = 32  # levels of lists and mappings inside of a message
 
 
 def shown(value: object) -> str:
@@ -39,25 +39,24 @@ def observation(value: object, *, where: str, max_chars: int) -> Observation:
     """Return ``value`` as a str, a tuple of messages (copied, so that later changes are not seen), or int64 [T]."""
     where = f"{where}: observation"
     if isinstance(value, str):
-        return _Copy(where, max_chars).text(value, where)
+        _check_size(where, len(value), max_chars, "characters")
+        return _check_text(value, where)
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:  # messages, as pandas reads them
         value = list(value)
-    if _listed(value) and len(value) > max_chars:
-        raise EnvError(where, f"has {len(value)} entries", f"at most {max_chars}")
+    if _listed(value):
+        _check_size(where, len(value), max_chars, "entries")
     if isinstance(value, np.ndarray) or (_listed(value) and value and not isinstance(value[0], Mapping)):
         try:
             tokens = _check.token_ids(where, value)
         except DataError as error:
             raise EnvError(str(error)) from error
-        if tokens.size > max_chars:
-            raise EnvError(where, f"has {tokens.size} tokens", f"at most {max_chars}")
+        _check_size(where, tokens.size, max_chars, "tokens")
         return tokens
     if not _listed(value):
         raise EnvError(where, f"got {shown(value)}", _FORMS)
-    copy = _Copy(where, max_chars)
-    return tuple(_message(copy, f"{where}[{i}]", message) for i, message in enumerate(value))
+    return _copy_messages(value, where, max_chars)
 
 
 def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
@@ -112,57 +111,55 @@ def reward(value: object, *, where: str) -> float:
     return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST, error=EnvError)
 
 
-def _message(copy: _Copy, where: str, value: object) -> dict[str, object]:
-    if not isinstance(value, Mapping):
-        raise EnvError(where, f"got {shown(value)}", "a message", "the others are messages")
-    if not isinstance(value.get("role"), str) or not value["role"]:
-        raise EnvError(f"{where}['role']", f"got {shown(value.get('role'))}", "a role's name")
-    if "content" not in value and "tool_calls" not in value:
-        raise EnvError(where, f"has the keys {sorted(map(str, value))}", "role and content")
-    content = value.get("content", "")
-    if content is not None and not isinstance(content, (str, list, tuple)):
-        raise EnvError(f"{where}['content']", f"got {shown(content)}", "text or a list of parts")
-    return cast("dict[str, object]", copy.of(value, where, 0))
-
-
-class _Copy:
-    """A copy of a message's contents, limited to JSON and to ``max_chars`` characters."""
-
-    def __init__(self, where: str, max_chars: int) -> None:
-        self._where = where
-        self._max = max_chars
-        self._chars = 0
-
-    def of(self, value: object, where: str, depth: int) -> object:
-        if isinstance(value, str):
-            return self.text(value, where)
-        self._count(1)  # so that there is an end to empty lists, too
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, (int, np.integer)):
-            return int(value)
-        if isinstance(value, (float, np.floating)):
-            return float(value)
-        if depth < _DEEPEST and isinstance(value, Mapping):
-            return {self.text(str(k), where): self.of(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
-        if depth < _DEEPEST and _listed(value):
-            return [self.of(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
-        raise EnvError(where, f"got {shown(value)}", "a JSON value, not nested too deeply")
-
-    def text(self, value: str, where: str) -> str:
-        self._count(len(value))
+def _copy_messages(values: Sequence[object], where: str, max_chars: int) -> tuple[dict[str, object], ...]:
+    """Return messages by way of JSON: a user's later changes are not seen, and only JSON is in them."""
+    copies, size = [], 0
+    for i, value in enumerate(values):
+        place, pieces = f"{where}[{i}]", []
+        if not isinstance(value, Mapping):
+            raise EnvError(place, f"got {shown(value)}", "a message", "the others are messages")
+        _check.depth(place, value, error=EnvError)
         try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            what = f"has {value[error.start]!r} at {error.start}"
-            raise EnvError(where, what, "text that UTF-8 can encode") from error
-        return str.__str__(value)
+            for piece in _JSON.iterencode(value):  # in pieces: what is held many times would not end
+                size += len(piece)
+                _check_size(where, size, max_chars, "characters")
+                pieces.append(piece)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvError(place, f"is not JSON ({error})", "text, numbers, lists and mappings") from error
+        message = json.loads(_check_text("".join(pieces), place))
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise EnvError(f"{place}['role']", f"got {shown(message.get('role'))}", "a role's name")
+        if "content" not in message and "tool_calls" not in message:
+            raise EnvError(place, f"has the keys {sorted(message)}", "role and content")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            raise EnvError(f"{place}['content']", f"got {shown(message['content'])}", "text or a list of parts")
+        copies.append(message)
+    return tuple(copies)
 
-    def _count(self, chars: int) -> None:
-        self._chars += chars
-        if self._chars > self._max:
-            what = f"has more than {self._max} characters"
-            raise EnvError(self._where, what, "at most max_chars", "longer answers could stop the run")
+
+def _convert(value: object) -> object:
+    """Return what JSON does not know as something that it does."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"got {shown(value)}")
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_convert)
+
+
+def _check_text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvError(where, f"has {text[error.start]!r} at {error.start}", "text that UTF-8 can encode") from error
+    return str.__str__(text)
+
+
+def _check_size(where: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise EnvError(where, f"has {size} {unit}", f"at most max_chars, {most}", "longer answers could stop the run")
 
 
 def _listed(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:

@@ -373,7 +373,7 @@ class Guarded:
             task: makes it.
             timeout: seconds. An environment that is made too late is closed when it is there.
             grace: seconds that this waits for such an environment, when the time is over or the waiting is cancelled.
-            max_chars: the longest observation, in characters.
+            max_chars: the longest observation, in characters; messages are counted as JSON.
             scored: the caller will see to ``task.score``, with ``scores``. Otherwise a task that has one is refused,
                 since its episodes would be worth nothing, and the reason would not be visible.
 

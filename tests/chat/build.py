@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from rlkit import tools
+
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
@@ -98,6 +100,23 @@ END = {
 }
 ENDS = ["<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|user|>"]
 BOS = {"chatml": "<|im_start|>", "llama3": "<|begin_of_text|>", "gemma": "<bos>", "qwen3": None, "glm": None}
+
+
+def add(x: int, y: int = 0, note: str = "") -> int:
+    """Add two numbers."""
+    return x + y
+
+
+SCHEMAS = [tools.schema(add)]
+
+
+def act(chat, text, stop_reason="stop", **given):
+    """An action as it comes from a sampler; control tokens written in ``text`` were sampled."""
+    return chat.action(chat.tokenizer.encode(text, special=True), stop_reason, **given)
+
+
+def shown(t, ids):
+    return t.decode(ids, skip_special=False)
 
 
 @functools.cache

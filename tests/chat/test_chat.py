@@ -11,26 +11,17 @@ import rlkit
 from rlkit.chat import Chat, _core
 from rlkit.envs.protocol import Action
 from rlkit.errors import ConfigError, DataError
-from tests.chat.build import CHATML, END, LLAMA3, SPECIAL, TEMPLATES, smollm2, tokenizer, trained, wrapped
+from tests.chat.build import CHATML, END, SPECIAL, TEMPLATES, act, shown, smollm2, tokenizer, trained, wrapped
 from tests.each import for_each
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-
-
-def shown(t, ids):
-    return t.decode(ids, skip_special=False)
-
-
-def said(chat, text, stop_reason="stop"):
-    """An action as it comes from a sampler; control tokens written in ``text`` were sampled."""
-    return chat.action(chat.tokenizer.encode(text, special=True), stop_reason)
 
 
 def played(chat, observation, *turns):
     """The conversation after (what was sampled, what the environment answered) pairs."""
     conversation = chat.start(observation)
     for text, answer in turns:
-        conversation.add(said(chat, text), answer)
+        conversation.add(act(chat, text), answer)
     return conversation
 
 
@@ -52,7 +43,7 @@ def test_first_prompt_of_the_toy_and_of_a_real_model():
             assert Chat(t).start(talk).prompt.tolist() == t.apply_chat_template(talk).tolist()
 
 
-@pytest.mark.parametrize("kind", ["chatml", "llama3", "gemma", "glm"])
+@for_each("kind", ["chatml", "llama3", "gemma", "glm"])
 def test_the_next_prompt_is_the_whole_conversation(kind):
     """Where a template never rewrites, adding turns gives the ids of rendering everything at once."""
     t = tokenizer(kind)
@@ -83,7 +74,7 @@ def test_sampled_tokens_stay_as_they_were_sampled():
 
 
 @for_each(
-    ("sampled", "expected"),
+    ("text", "expected"),
     [
         ("3<|im_end|>", "3<|im_end|>\n<|im_start|>user"),  # closed by the policy
         ("3", "3<|im_end|>\n<|im_start|>user"),  # cut by length, or ended by a stop string
@@ -93,9 +84,9 @@ def test_sampled_tokens_stay_as_they_were_sampled():
         ("a<|im_start|>b<|im_end|>", "a<|im_start|>b<|im_end|>\n<|im_start|>user"),  # control tokens it made up
     ],
 )
-def test_how_a_turn_is_closed(sampled, expected):
+def test_how_a_turn_is_closed(text, expected):
     t = tokenizer("chatml")
-    conversation = played(Chat(t), "Hi", (sampled, "ok"))
+    conversation = played(Chat(t), "Hi", (text, "ok"))
     assert conversation.extends
     head = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert shown(t, conversation.prompt) == f"{head}{expected}\nok<|im_end|>\n<|im_start|>assistant\n"
@@ -132,7 +123,7 @@ def test_history_template_renders_rewritten_turns_anew():
     assert not conversation.extends
     assert conversation.prompt.tolist() == t.apply_chat_template(messages).tolist()
     assert "hm" not in shown(t, conversation.prompt)
-    conversation.add(said(Chat(t), "without thinking<|im_end|>"), "and?")
+    conversation.add(act(Chat(t), "without thinking<|im_end|>"), "and?")
     assert conversation.extends  # nothing to leave out this time
 
 
@@ -195,7 +186,7 @@ def test_prefill_begins_every_turn():
     conversation = chat.start("Hi")
     assert shown(t, conversation.prompt).endswith("<|im_start|>assistant\n<think>\\boxed{")
     assert t.hf.convert_tokens_to_ids("<think>") in conversation.prompt
-    action = said(chat, "7}<|im_end|>")
+    action = act(chat, "7}<|im_end|>")
     assert (action, action.raw) == ("<think>\\boxed{7}", "<think>\\boxed{7}<|im_end|>")
     assert shown(t, action.tokens) == "7}<|im_end|>"
     conversation.add(action, "higher")
@@ -215,10 +206,10 @@ def test_prefill_where_the_template_drops_thinking():
 
 def test_actions():
     chat = Chat(tokenizer("chatml"))
-    action = said(chat, "a<|python_tag|> <tool_call>b<|im_end|>")
+    action = act(chat, "a<|python_tag|> <tool_call>b<|im_end|>")
     assert action == "a <tool_call>b"
     assert action.raw == "a<|python_tag|> <tool_call>b<|im_end|>"
-    assert (said(chat, "cut", "length").stop_reason, said(chat, "")) == ("length", "")
+    assert (act(chat, "cut", "length").stop_reason, act(chat, "")) == ("length", "")
     with pytest.raises(DataError, match=r"tokens\[0\]"):
         chat.action([10**6])
 
@@ -228,7 +219,7 @@ def test_models_without_a_template_get_plain_text():
     assert t.chat_template is None
     chat = Chat(t, prefill="A:")
     conversation = chat.start("Q: 1<|im_end|>\n")
-    conversation.add(said(chat, " 3\n<|endoftext|>"), "Q: 2\n")
+    conversation.add(act(chat, " 3\n<|endoftext|>"), "Q: 2\n")
     assert conversation.extends
     assert shown(t, conversation.prompt) == "Q: 1<|im_end|>\nA: 3\n<|endoftext|>Q: 2\nA:"
     assert (conversation.prompt == t.encode("<|im_end|>", special=True)[0]).sum() == 0
@@ -244,9 +235,9 @@ def test_token_observations_go_in_as_they_are():
     tokens = t.encode("<|im_end|>raw", special=True)
     conversation = chat.start(tokens)
     assert shown(t, conversation.prompt) == "<|im_end|>raw!"
-    conversation.add(said(chat, "a"), tokens)
+    conversation.add(act(chat, "a"), tokens)
     assert shown(t, conversation.prompt) == "<|im_end|>raw!a<|im_end|>raw!"
-    conversation.add(said(chat, "<think>\n\n</think>b<|im_end|>"), "text again")  # which cannot be rendered anew
+    conversation.add(act(chat, "<think>\n\n</think>b<|im_end|>"), "text again")  # which cannot be rendered anew
     assert conversation.extends
     tail = "!<think>\n\n</think>b<|im_end|>\n<|im_start|>user\ntext again<|im_end|>\n<|im_start|>assistant\n!"
     assert shown(t, conversation.prompt) == "<|im_end|>raw!a<|im_end|>raw" + tail
@@ -303,7 +294,7 @@ def test_the_end_of_a_conversation_is_logged():
     chat = Chat(t)
     conversation = chat.start("Hi")
     prompt = conversation.prompt
-    conversation.add(said(chat, "bye<|im_end|>"), None)
+    conversation.add(act(chat, "bye<|im_end|>"), None)
     assert conversation.prompt is prompt
     assert conversation.messages[-1] == {"role": "assistant", "content": "bye"}
 
@@ -332,10 +323,10 @@ def test_wrong_observations(observation, message):
     prompt, messages = conversation.prompt, list(conversation.messages)
     if observation is not None:
         with pytest.raises(DataError, match=message):
-            conversation.add(said(chat, "a"), observation)
+            conversation.add(act(chat, "a"), observation)
     assert conversation.prompt is prompt
     assert conversation.messages == messages
-    conversation.add(said(chat, "b<|im_end|>"), "c")
+    conversation.add(act(chat, "b<|im_end|>"), "c")
     assert conversation.extends
     assert "a<|im_end|>" not in shown(chat.tokenizer, conversation.prompt)
 
@@ -344,8 +335,8 @@ def test_a_refusing_template_changes_nothing():
     chat = Chat(tokenizer("gemma"))
     conversation = chat.start("Hi")
     with pytest.raises(DataError, match="roles must take turns"):
-        conversation.add(said(chat, "3"), [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
-    conversation.add(said(chat, "4"), "ok")
+        conversation.add(act(chat, "3"), [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    conversation.add(act(chat, "4"), "ok")
     assert [m["content"] for m in conversation.messages] == ["Hi", "4", "ok"]
 
 
@@ -353,7 +344,7 @@ def test_a_template_that_does_not_show_the_turn():
     chat = Chat(tokenizer("chatml"), template="{{ messages[-1].content }}", history="append")
     conversation = chat.start("Hi")
     with pytest.raises(DataError, match="shows the policy's turn 0 times"):
-        conversation.add(said(chat, "3"), "ok")
+        conversation.add(act(chat, "3"), "ok")
 
 
 def base_model(monkeypatch, template, ends=("<|endoftext|>",)):
@@ -377,7 +368,7 @@ def test_a_template_that_ends_turns_by_a_token_of_its_own(monkeypatch):
     assert chat.params(params).stop == (end,)
     assert chat.params(rlkit.SamplingParams(stop=("x",))).stop == ("x", "<|im_end|>")
     assert chat.params(rlkit.SamplingParams(stop=())).stop == ()
-    assert said(chat, "3<|im_end|>") == "3"
+    assert act(chat, "3<|im_end|>") == "3"
     conversation = played(chat, "Hi", ("3<|im_end|>", "And 2?"))
     assert "3<|im_end|>\n<|im_start|>user" in shown(t, conversation.prompt)
 
@@ -423,14 +414,50 @@ def test_wrong_settings(settings, message):
         Chat(tokenizer("chatml"), **settings)
 
 
+def test_options_are_kept_but_for_the_changed_ones():
+    """Those that are read into something else, too: the template, the renderer, the variables."""
+    t = tokenizer("qwen3")
+    given = {
+        "template": "{{ mood }}{{ thinking }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "variables": {"mood": "!"},
+        "thinking": False,
+    }
+    chat = Chat(t, system="S", prefill="<", history="append", tool_format="json", renderer=None, **given)
+    for changes in ({"history": "none"}, {"prefill": "<"}, {"system": "S"}):
+        changed = chat.with_options(**changes)
+        assert shown(t, changed.start("Hi").prompt) == shown(t, chat.start("Hi").prompt) == "!FalseSHi<"
+        assert (changed.tool_format, changed.renderer) == ("json", None)
+        assert changed.history == changes.get("history", "append")
+    assert shown(t, chat.with_options(template=None, thinking=None).start("Hi").prompt).endswith("assistant\n<")
+    with pytest.raises(ConfigError, match="Chat: no option 'colour'"):
+        chat.with_options(colour="red")
+
+
+def test_what_cannot_be_added_changes_nothing():
+    """A sampled or a given answer before an observation that is none, or that cannot be rendered."""
+    t = tokenizer("chatml")
+    chat, wrong = Chat(t), [{"role": "user", "content": [{"type": "image"}]}]
+    answer = chat.action(t.encode("4<|im_end|>", special=True))
+    for add in (
+        lambda conversation, observation: conversation.add(answer, observation),
+        lambda conversation, observation: conversation.demonstrate({"role": "assistant", "content": "4"}, observation),
+        lambda conversation, observation: conversation.demonstrate(
+            {"role": "assistant", "content": "4"}, observation, lead=False
+        ),
+    ):
+        conversation, twin = chat.start("2 + 2?"), chat.start("2 + 2?")
+        for observation in (3, wrong, np.array([-1])):
+            with pytest.raises(DataError):
+                add(conversation, observation)
+        for each in (conversation, twin):
+            add(each, "And 3?")
+        assert conversation.messages == twin.messages
+        assert conversation.prompt.tolist() == twin.prompt.tolist()
+
+
 def test_only_actions_are_added():
     conversation = Chat(tokenizer("chatml")).start("Hi")
     with pytest.raises(DataError, match=r"action: got 'text' \(str\); expected an Action"):
         conversation.add("text", "ok")
     conversation.add(Action("typed"), "ok")  # an action without tokens adds none
     assert "typed" not in shown(tokenizer("chatml"), conversation.prompt)
-
-
-def test_llama_and_chatml_differ():
-    """A guard of this file: the templates really are different ones."""
-    assert CHATML != LLAMA3

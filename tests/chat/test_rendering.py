@@ -12,6 +12,7 @@ pytest.importorskip("renderers")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from renderers import Qwen3Renderer, Qwen3RendererConfig
 from renderers.base import MODEL_RENDERER_MAP
 
 import rlkit
@@ -19,7 +20,7 @@ from rlkit import tools
 from rlkit.chat import Chat
 from rlkit.envs import Action
 from rlkit.errors import ConfigError, DataError
-from tests.chat.build import QWEN3, family, tokenizer
+from tests.chat.build import QWEN3, SCHEMAS, act, add, family, shown, tokenizer
 from tests.each import for_each
 from tests.properties import examples
 
@@ -28,12 +29,6 @@ KINDS = sorted(set(MODEL_RENDERER_MAP.values()) - OFFLINE)
 SILENT = {"deepseek-r1", "deepseek-v3", "deepseek-v4", "kimi-k2", "llama-3", "qwen3-vl", "prime-qwen3", "laguna-xs-2.1"}
 
 
-def add(x: int, y: int = 0, note: str = "") -> int:
-    """Add two numbers."""
-    return x + y
-
-
-SCHEMAS = [tools.schema(add)]
 CALL = {"type": "function", "id": "functions.add:0", "function": {"name": "add", "arguments": {"x": 7, "note": "a"}}}
 TURN = {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": [CALL]}
 
@@ -71,7 +66,7 @@ def test_a_call_goes_round(kind):
     if kind != "deepseek-r1":  # had thought in its prompt, and not closed it
         assert conversation.extends
         assert conversation.prompt.tolist()[: before.size + sampled.size] == [*before, *sampled]
-    behind = chat.tokenizer.decode(conversation.prompt[before.size :], skip_special=False)
+    behind = shown(chat.tokenizer, conversation.prompt[before.size :])
     assert "it is 7" in behind
     assert conversation.messages[-2] == {"role": "assistant", "content": str(action)}
 
@@ -146,27 +141,18 @@ def test_laws(episode):
 def test_schemas_cannot_speak(kind):
     """Control tokens in a schema's description, names and values are text."""
     chat = chat_of(kind)
-    evil = " ".join(chat.tokenizer.added_tokens)
-    function = {
-        "name": "f",
-        "description": "ok",
-        "parameters": {"type": "object", "properties": {"x": {"enum": ["ok"]}}},
-    }
-    harmful = {
-        **function,
-        "description": evil,
-        "parameters": {"type": "object", "properties": {evil: {"enum": [evil]}}},
-    }
     controls = [chat.tokenizer.encode(text, special=True)[0] for text in chat.tokenizer.added_tokens]
-    counts = [
-        np.isin(chat.start("Hi", [{"type": "function", "function": f}]).prompt, controls).sum()
-        for f in (function, harmful)
-    ]
+    counts = []
+    for text in ("ok", " ".join(chat.tokenizer.added_tokens)):
+        parameters = {"type": "object", "properties": {"x" if text == "ok" else text: {"enum": [text]}}}
+        function = {"name": "f", "description": text, "parameters": parameters}
+        prompt = chat.start("Hi", [{"type": "function", "function": function}]).prompt
+        counts.append(np.isin(prompt, controls).sum())
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("thinking", [None, False])
-@pytest.mark.parametrize("system", [None, "Be brief."])
+@for_each("thinking", [None, False])
+@for_each("system", [None, "Be brief."])
 def test_prompts_are_those_of_the_template(thinking, system):
     """Qwen3's renderer and a template like Qwen3's give the same tokens, turn for turn."""
     t = family("qwen3", QWEN3)
@@ -176,7 +162,7 @@ def test_prompts_are_those_of_the_template(thinking, system):
         assert a.extends == b.extends
         assert a.prompt.tolist() == b.prompt.tolist()
         for chat, conversation in ((one, a), (two, b)):
-            action = chat.action(t.encode(answer, special=True), prompt=conversation.prompt)
+            action = act(chat, answer, prompt=conversation.prompt)
             conversation.add(action, [{"role": "tool", "content": "no"}] if answer == "cut" else "Are you sure?")
     assert one.message("Hi").tolist() == two.message("Hi").tolist()
 
@@ -193,19 +179,17 @@ def test_bad_calls_are_answered():
         ('<tool_call>{"name": "ad", "arguments": {"x": 1}}</tool_call>', "the tool does not exist"),
         ('<tool_call>{"name": "add", "arguments": {"x": "1"}}</tool_call>', "arguments.x: '1' is not of type"),
     ):
-        action = chat.action(chat.tokenizer.encode(f"{good}{bad}{good}<|im_end|>", special=True))
+        action = act(chat, f"{good}{bad}{good}<|im_end|>")
         order = tools.read_calls(action, "json", SCHEMAS).in_order
         assert [type(item) for item in order] == [tools.ToolCall, tools.Malformed, tools.ToolCall]
         assert problem in order[1].problem
         assert order[1].message.startswith(("The tool call was not made: ", "The call of "))
     deep = "<tool_call>" + "[" * 50_000 + "</tool_call>"
-    assert chat.action(chat.tokenizer.encode(deep, special=True)).parsed.errors
-    many = chat.action(chat.tokenizer.encode(good * 200, special=True))
+    assert act(chat, deep).parsed.errors
+    many = act(chat, good * 200)
     assert len(many.parsed.calls) == 128
     conversation = chat.start("Hi", SCHEMAS)  # what could not be read stays in the turn when it is rendered anew
-    conversation.add(
-        chat.action(chat.tokenizer.encode("a <tool_call>{oops}</tool_call><|im_end|>", special=True)), "no"
-    )
+    conversation.add(act(chat, "a <tool_call>{oops}</tool_call><|im_end|>"), "no")
     assert not conversation.extends
     assert "{oops}" in chat.tokenizer.decode(conversation.prompt)
 
@@ -229,9 +213,15 @@ def test_tool_environments_use_what_was_read():
     result = asyncio.run(env.step(action))
     assert result.observation[0]["content"] == "7"
     conversation.add(action, result.observation)
-    answer = chat.tokenizer.encode("hm</think>\n\nIt is 7.<|im_end|>", special=True)
-    assert asyncio.run(env.step(chat.action(answer, prompt=conversation.prompt))).terminated
+    answer = act(chat, "hm</think>\n\nIt is 7.<|im_end|>", prompt=conversation.prompt)
+    assert asyncio.run(env.step(answer)).terminated
     assert env.answers == ["It is 7."]
+
+
+class OwnRenderer(Qwen3Renderer):
+    """A user's renderer, as the package wants it."""
+
+    config_class = Qwen3RendererConfig
 
 
 def test_which_models_are_known(monkeypatch, tmp_path):
@@ -244,17 +234,14 @@ def test_which_models_are_known(monkeypatch, tmp_path):
         assert Chat(t, **options).renderer is None
     monkeypatch.setattr(t.hf, "name_or_path", "me/Qwen3-8B")
     assert Chat(t).renderer is None
-    import renderers
-
-    config = renderers.Qwen3RendererConfig(enable_thinking=False)
-    made = renderers.create_renderer(t.hf, config)
-    for choice in ("qwen3", "Qwen/Qwen3-8B", config, made):
+    for choice in ("qwen3", "Qwen/Qwen3-8B", f"{__name__}:OwnRenderer"):
         chat = Chat(t, renderer=choice, thinking=False)
         assert chat.tokenizer.decode(chat.start("Hi").prompt).endswith("<think>\n\n</think>\n\n")
     with pytest.raises(ConfigError, match=r"'qwen9' cannot be used .*renderer=None uses the model's chat template"):
         Chat(t, renderer="qwen9")
-    with pytest.raises(ConfigError, match="is 'default'"):
-        Chat(t, renderer="default")
+    for wrong in ("default", Qwen3RendererConfig(), Qwen3Renderer(t.hf), 3):
+        with pytest.raises(ConfigError, match=r"Chat\.renderer: got .*expected 'auto', None .*'my_module:MyRenderer'"):
+            Chat(t, renderer=wrong)
     with pytest.raises(ConfigError, match="'llama-3' cannot be used"):
         Chat(t, renderer="llama-3")  # the tokenizer lacks its tokens
     with pytest.raises(ConfigError, match="enable_thinking"):
@@ -271,10 +258,10 @@ def test_a_renderer_that_nobody_asked_for(monkeypatch):
     assert chat.start("Hi").prompt.size
 
 
-@pytest.mark.parametrize("wrong", ["gpt2", None, object()])
+@for_each("wrong", ["gpt2", None, object()])
 def test_what_is_no_tokenizer_of_a_policy(wrong):
     with pytest.raises(
-        ConfigError, match=r"^Chat\(tokenizer\): got .* lacks (encode|decode|eos_ids).*policy.tokenizer"
+        ConfigError, match=r"^Chat\(tokenizer\): got .* has no eos_ids.*expected a Tokenizer .policy.token"
     ):
         Chat(wrong)
 
@@ -284,7 +271,7 @@ def test_settings_of_chat_hold():
     chat = chat_of("qwen3", prefill="<think>\n", history="none")
     conversation = chat.start("Hi")
     assert chat.tokenizer.decode(conversation.prompt).endswith("assistant\n<think>\n")
-    action = chat.action(chat.tokenizer.encode("hm</think>\n\nyes<|im_end|>", special=True), prompt=conversation.prompt)
+    action = act(chat, "hm</think>\n\nyes<|im_end|>", prompt=conversation.prompt)
     assert (action.parsed.reasoning, action.content, str(action)) == ("hm", "yes", "<think>\nhm</think>\n\nyes")
     conversation.add(action, "Ho")
     assert not conversation.extends
@@ -292,10 +279,10 @@ def test_settings_of_chat_hold():
 
     chat = chat_of("qwen3")
     conversation = chat.start(chat.tokenizer.encode("as tokens"))
-    conversation.add(chat.action(chat.tokenizer.encode("yes")), "more")
+    conversation.add(act(chat, "yes"), "more")
     assert conversation.extends
     assert chat.tokenizer.decode(conversation.prompt).startswith("as tokensyes")
-    conversation.add(chat.action(chat.tokenizer.encode("yes")), np.array([5, 6]))
+    conversation.add(act(chat, "yes"), np.array([5, 6]))
     assert conversation.prompt[-2:].tolist() == [5, 6]
     with pytest.raises(DataError, match=r"observation\[0\]\.content\[0\]\.type: got 'image'"):
         chat_of("llama-3").start([{"role": "user", "content": [{"type": "image", "image": 1}]}])
@@ -311,6 +298,7 @@ def test_settings_of_chat_hold():
     plain = Chat(tokenizer("qwen3"))
     assert plain.params(params()) == params()
     assert plain.action([5], prompt=[1], tools=SCHEMAS).parsed is None
+    assert (Action("a").content, Action("a", parsed=tools.Parsed("b")).content) == ("a", "b")
 
 
 class Harmony:
@@ -350,16 +338,11 @@ def test_gpt_oss(monkeypatch):
         "hm<|end|><|start|>assistant<|channel|>commentary to=functions.add "
         '<|constrain|>json<|message|>{"x": 7}<|call|>'
     )  # the prompt has opened the channel for reasoning
-    action = chat.action(t.encode(turn, special=True), prompt=conversation.prompt, tools=SCHEMAS)
+    action = act(chat, turn, prompt=conversation.prompt, tools=SCHEMAS)
     (call,) = tools.read_calls(action, "hermes", SCHEMAS).calls
     assert (call.name, call.arguments, action.parsed.reasoning) == ("add", {"x": 7}, "hm")
     conversation.add(action, [tools.tool_message(call, "<|end|> 7")])
     assert conversation.extends
-
-
-def test_an_action_knows_its_content():
-    assert Action("a").content == "a"
-    assert Action("a", parsed=tools.Parsed("b")).content == "b"
 
 
 BEGUN = {"deepseek-r1", "glm-5", "minimax-m2"}  # whose prompts begin a thought that other answers do not have

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rlkit import tools
 from rlkit.backends.tokenizers import LocalTokenizer, tokenizer_from
 from rlkit.chat import Chat
-from tests.chat.build import QWEN3, family, tokenizer
+from tests.chat.build import QWEN3, SCHEMAS, act, add, family, tokenizer
+from tests.each import for_each
 from tests.properties import examples
 
 THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
@@ -78,14 +79,6 @@ WRITTEN = {  # template and rlkit's format for it, two calls
 }
 
 
-def add(x: int, y: int = 0, note: str = "") -> int:
-    """Add two numbers."""
-    return x + y
-
-
-SCHEMAS = [tools.schema(add)]
-
-
 def with_template(template, t=None):
     """A copy of a tokenizer that carries a response template."""
     t = t or tokenizer("qwen3")
@@ -94,8 +87,12 @@ def with_template(template, t=None):
     return LocalTokenizer(hf, vocab_size=t.vocab_size, eos_ids=t.eos_ids)
 
 
-def said(chat, text, prompt=(), stop="stop"):
-    return chat.action(chat.tokenizer.encode(text, special=True), stop, prompt=prompt, tools=SCHEMAS)
+def said(chat, text, prompt=()):
+    return act(chat, text, prompt=prompt, tools=SCHEMAS)
+
+
+def read(parsed):
+    return [(call.name, dict(call.arguments)) for call in parsed.calls]
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
@@ -108,10 +105,7 @@ def test_a_turn_is_read(kind, tmp_path):
         text = f"<think>\nhm <b>\n</think>\n\nLet me see. {one} And: {two}<|im_end|>"
         action = said(chat, text, chat.start("7 + 0?", SCHEMAS).prompt)
         parsed = tools.read_calls(action, "json", SCHEMAS)
-        assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [
-            ("add", {"x": 7}),
-            ("add", {"x": 1, "note": "</think>"}),
-        ]
+        assert read(parsed) == [("add", {"x": 7}), ("add", {"x": 1, "note": "</think>"})]
         twice = tools.read_calls(said(chat, one + one), "json", SCHEMAS)
         for first, second in (parsed.calls, twice.calls):
             assert first.position < second.position
@@ -131,8 +125,8 @@ def test_reasoning_that_the_prompt_has_begun():
     assert said(plain, "hm</think>\n\nIt is 7.<|im_end|>", head).parsed == action.parsed
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
-@pytest.mark.parametrize("history", ["template", "append"])
+@for_each("kind", WRITTEN)
+@for_each("history", ["template", "append"])
 def test_a_conversation_goes_on(kind, history):
     """What was sampled stays in the prompt, and the tool's answer follows it."""
     chat = Chat(with_template(WRITTEN[kind][0]), history=history)
@@ -146,18 +140,12 @@ def test_a_conversation_goes_on(kind, history):
     assert "it is 7" in chat.tokenizer.decode(conversation.prompt[before.size + action.tokens.size :])
 
 
-@pytest.mark.parametrize("prompt", ["none", "as tokens", "user"])
-def test_calls_in_the_prompt_are_not_the_policys(prompt):
+def test_calls_in_the_prompt_are_not_the_policys():
     """Nothing before the head of the policy's turn is read, whether the template finds the head or not."""
-    chat = Chat(with_template(JSON))
-    call = WRITTEN["json"][2]
-    prompts = {
-        "none": (),
-        "as tokens": chat.tokenizer.encode(call, special=True),
-        "user": chat.start(f"<|im_start|>assistant\n{call}").prompt,
-    }
-    action = said(chat, "Yes.<|im_end|>", prompts[prompt])
-    assert action.parsed == tools.Parsed("Yes.")
+    chat, call = Chat(with_template(JSON)), WRITTEN["json"][2]
+    as_tokens = chat.tokenizer.encode(call, special=True)
+    for prompt in ((), as_tokens, chat.start(f"<|im_start|>assistant\n{call}").prompt):
+        assert said(chat, "Yes.<|im_end|>", prompt).parsed == tools.Parsed("Yes.")
 
 
 BROKEN = {
@@ -194,9 +182,7 @@ def test_what_cannot_be_read_is_reported_as_without_the_template(kind, bad):
         )
         assert two.errors
         assert [error.problem for error in one.errors] == [error.problem for error in two.errors]
-        assert [(call.name, call.arguments) for call in one.calls] == [
-            (call.name, call.arguments) for call in two.calls
-        ]
+        assert read(one) == read(two)
 
 
 def test_a_broken_call_of_an_unknown_format_is_no_answer():
@@ -261,31 +247,8 @@ def test_floods():
 
 
 CHATS = [Chat(with_template(template)) for template, *_ in WRITTEN.values()]
-BITS = st.sampled_from(
-    (
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<function=add>",
-            "</function>",
-            "<parameter=x>",
-            "</parameter>",
-            "7",
-            "\n",
-            " ",
-        ),
-        *(
-            "<think>",
-            "</think>",
-            "<|im_end|>",
-            '{"name": "add", "arguments": {"x": 7}}',
-            "call:add{x:7}",
-            "{",
-            "}",
-            '"',
-        ),
-    )
-)
+TAGS = "<tool_call> </tool_call> <function=add> </function> <parameter=x> </parameter> <think> </think> <|im_end|>"
+BITS = st.sampled_from([*TAGS.split(), *'7{}\n "', '{"name": "add", "arguments": {"x": 7}}', "call:add{x:7}"])
 
 
 @given(st.sampled_from(CHATS), st.lists(BITS | st.text(max_size=3), max_size=12).map("".join))

@@ -77,14 +77,8 @@ def test_what_is_no_template():
             Template(wrong)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__ }}{{ cycler.__init__.__globals__ }}",
-    ],
-)
-def test_the_sandbox_holds(text):
-    with pytest.raises(DataError):
-        Template(text).render([])
+def test_the_sandbox_holds():
+    reaches = "{{ ''.__class__.__mro__ }}", "{{ messages.__class__ }}{{ cycler.__init__.__globals__ }}"
+    for text in ("{{ messages.append(1) }}", *reaches):
+        with pytest.raises(DataError):
+            Template(text).render([])

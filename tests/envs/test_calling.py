@@ -121,6 +121,7 @@ class Odd(BaseException):
 
 
 deep = functools.reduce(lambda inner, _: [inner], range(100), "x")
+doubled = functools.reduce(lambda inner, _: [inner, inner], range(40), "x" * 1000)
 circle = {"role": "user", "content": []}
 circle["content"].append(circle)
 
@@ -163,6 +164,8 @@ FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "message with an object": (giving(StepResult([{"role": "u", "content": [Broken()]}])), rlkit.EnvError, "Broken"),
     "message without an end": (giving(StepResult([circle])), rlkit.EnvError, "too deep"),
     "message too deep": (giving(StepResult([{"role": "user", "content": deep}])), rlkit.EnvError, "too deep"),
+    "message with half a character": (giving(StepResult([{"role": "\ud800"}])), rlkit.EnvError, r"\[0\].*UTF-8"),
+    "message that doubles": (giving(StepResult([{"role": "u", "content": doubled}])), rlkit.EnvError, "max_chars"),
     "flood of text": (giving(StepResult("x" * 2_000_000)), rlkit.EnvError, "at most max_chars"),
     "flood of messages": (giving(StepResult([{"role": "user"}] * 2_000_000)), rlkit.EnvError, "entries"),
     "flood in a message": (giving(StepResult([{"role": "u", "content": ["y" * 999] * 9999}])), rlkit.EnvError, "chars"),
@@ -605,8 +608,8 @@ def test_a_tensor_as_a_reward():
 
 
 def test_messages_are_copied():
-    """An environment that goes on changing its list does not change what was said."""
-    messages = [{"role": "user", "content": [{"type": "text", "text": "before"}]}]
+    """An environment that goes on changing its list does not change what was said; numpy's values become plain."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "before"}], "n": np.int64(3), "a": np.ones(2)}]
 
     async def scene():
         found = await (await Guarded.opened(Task(lambda: Stub(giving(StepResult(messages)))))).step(Action("x"))
@@ -614,7 +617,8 @@ def test_messages_are_copied():
         messages.append({"role": "user", "content": "more"})
         return found
 
-    assert asyncio.run(scene()).observation == ({"role": "user", "content": [{"type": "text", "text": "before"}]},)
+    said = {"role": "user", "content": [{"type": "text", "text": "before"}], "n": 3, "a": [1.0, 1.0]}
+    assert asyncio.run(scene()).observation == (said,)
 
 
 @for_each(("tools", "good"), [(None, True), ([{"type": "function"}], True), ("search", False), ([1], False)])
