@@ -350,6 +350,59 @@ def test_a_loop_that_is_busy_is_not_blocked(monkeypatch):
     assert (len(threads), len(loops)) == (1, 1)
 
 
+def test_a_loop_that_had_nothing_to_do_is_not_blocked(monkeypatch):
+    """What is counted is how long a call has waited, not how long ago the last one was."""
+    monkeypatch.setattr(calling, "_STUCK", 0.5)
+
+    async def thread():
+        return threading.current_thread()
+
+    async def scene():
+        first = await call(thread)
+        await asyncio.sleep(0.7)
+        return {first, *await asyncio.gather(*(call(thread) for _ in range(20)))}
+
+    assert len(asyncio.run(scene())) == 1
+
+
+def test_a_call_after_one_that_hangs(endless):
+    """A plain step that was given up is still in its context; the next one runs all the same, and sees it."""
+    variable = contextvars.ContextVar("variable")
+
+    class Hangs(Stub):
+        def reset(self, seed):
+            variable.set("set by reset")
+            return "Say something."
+
+        def step(self, action):
+            return endless.hang() if action == "hang" else StepResult(variable.get())
+
+    async def scene():
+        env = await Guarded.opened(Task(lambda: Hangs(None), "stub"))
+        await env.reset(0)
+        with pytest.raises(rlkit.EnvTimeout):
+            await env.step(Action("hang"), timeout=SHORT)
+        result = await env.step(Action("x"), timeout=LONG)
+        endless.gate.set()
+        assert await env.close(timeout=LONG) is None
+        return result
+
+    assert asyncio.run(scene()).observation == "set by reset"
+
+
+def test_waiting_outside_of_an_event_loop(endless):
+    async def divide(x, y):
+        return divmod(x, y)
+
+    for fn in (divmod, divide):
+        assert calling.wait(fn, 7, 2, timeout=LONG, where="here") == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            calling.wait(fn, 7, 0, timeout=LONG, where="here")
+    for fn in (endless.hang, endless.hang_async):
+        with pytest.raises(rlkit.EnvTimeout, match=r"here: no answer within 0\.15 s"):
+            calling.wait(fn, timeout=SHORT, where="here")
+
+
 def test_nothing_is_left_in_the_loop(endless):
     """Neither of episodes, however they end, nor of calls, given up or not."""
 
