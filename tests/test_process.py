@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import EnvError
+from rlkit import EnvError, _process
 from rlkit._process import Child, ChildLost, Program
 
 FORK = "import os, time\npid = os.fork()\nif not pid:\n    time.sleep(600)\nprint(pid, flush=True)\n"
@@ -67,8 +67,16 @@ def test_input_that_nobody_reads():
 
 
 def test_of_much_output_the_end_is_kept():
-    ended = program("import sys; sys.stdout.write('x' * 10**7 + 'end')", keep=100).run()
-    assert ended.stdout == "x" * 97 + "end"
+    for keep in (100, 100_000):  # less and more than what is read at once
+        ended = program("import sys; sys.stdout.write('x' * 10**7 + 'end')", keep=keep).run()
+        assert ended.stdout == "x" * (keep - 3) + "end"
+
+
+def test_what_is_in_the_pipes_when_it_has_ended(monkeypatch):
+    read = _process._read
+    monkeypatch.setattr(_process, "_read", lambda *args: time.sleep(0.2) or read(*args))
+    ended = program("import sys; print('out'); print('err', file=sys.stderr)").run()
+    assert (ended.stdout, ended.stderr) == ("out\n", "err\n")
 
 
 def test_a_flood_is_ended(tmp_path):

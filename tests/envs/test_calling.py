@@ -404,7 +404,7 @@ def test_waiting_outside_of_an_event_loop(endless):
 
 
 def test_nothing_is_left_in_the_loop(endless):
-    """Neither of episodes, however they end, nor of calls, given up or not."""
+    """Neither of episodes, however they end, nor of calls, given up or not, nor of what is made too late."""
 
     async def others():
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -419,8 +419,14 @@ def test_nothing_is_left_in_the_loop(endless):
         else:
             await asyncio.gather(env.close(timeout=LONG), env.close(timeout=LONG))
 
+    async def make():
+        await asyncio.sleep(2 * SHORT)
+        return StubAsync(None)
+
     async def scene():
         await asyncio.gather(*(episode(i) for i in range(100)))
+        with pytest.raises(rlkit.EnvTimeout):
+            await Guarded.opened(Task(make, "stub"), timeout=SHORT)
         for fn in (endless.hang_async, lambda: endless.hang_async()):
             with pytest.raises(rlkit.EnvTimeout):
                 await call(fn, timeout=0.0)
