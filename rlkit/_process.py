@@ -191,31 +191,33 @@ class Child:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Mapping[str, Any]]] = {}
         self._lost = threading.Event()
-        self.end = weakref.finalize(self, _end, self._process, log, os.getpid())
+        self._owner = os.getpid()
+        self.end = weakref.finalize(self, _end, self._process, log, self._owner)
         _start_thread(_listen, self._process.stdout, log, self._waiting, self._lost)  # which keeps no child alive
 
     @property
     def lost(self) -> bool:
-        """Return whether it has ended."""
-        return self._lost.is_set()
+        """Return whether it has ended, or is another process's: a fork does not hear its answers."""
+        return self._lost.is_set() or os.getpid() != self._owner
 
     @property
     def written(self) -> str:
         """Return the end of what it wrote to stderr, for a message."""
-        text = read_tail(self._log, _SHOWN)
-        return f"; it wrote: {text}" if text else ""
+        return _quote(self._log)
 
     def ask(self, question: Mapping[str, object]) -> tuple[int, Future[Mapping[str, Any]]]:
         """Send a question; return its "id", and the answer to come, which is ``ChildLost`` if the child ends before."""
         number, answer = next(self._numbers), Future[Mapping[str, Any]]()
         self._waiting[number] = answer
         self.send({**question, "id": number})
-        if self._lost.is_set() and self._waiting.pop(number, None) is not None:  # it had ended already
+        if self.lost and self._waiting.pop(number, None) is not None:  # it had ended already
             answer.set_exception(ChildLost("the process has ended"))
         return number, answer
 
     def send(self, message: Mapping[str, object]) -> None:
         """Send a line that has no answer."""
+        if self.lost:
+            return
         line = json.dumps(message).encode() + b"\n"
         with self._writing, contextlib.suppress(OSError, ValueError):  # who waits for an answer is told that it ended
             assert self._process.stdin is not None  # noqa: S101  # it is a pipe
@@ -233,11 +235,16 @@ def _listen(
                 told = json.loads(line)
                 if (answer := waiting.pop(told["id"], None)) is not None:
                     answer.set_result(told)
-    text = read_tail(log, _SHOWN)
+    text = f"the process has ended{_quote(log)}"
     lost.set()
     for number in list(waiting):
         if (answer := waiting.pop(number, None)) is not None:
-            answer.set_exception(ChildLost(f"the process has ended{'; it wrote: ' if text else ''}{text}"))
+            answer.set_exception(ChildLost(text))
+
+
+def _quote(log: IO[bytes]) -> str:
+    text = read_tail(log, _SHOWN)
+    return f"; it wrote: {text}" if text else ""
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes], owner: int) -> None:

@@ -311,8 +311,8 @@ def test_a_fork_leaves_the_children_alone():
     pid = os.fork()
     if not pid:
         made.end()
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(0 if made.lost and made.ask({})[1].exception(60) else 1)  # and does not wait for their answers
+    assert os.waitpid(pid, 0)[1] == 0
     assert answer_of(made.ask({"say": "here"}))["told"] == "here"
     made.end()
 

@@ -168,15 +168,15 @@ class Actor:
     def __init__(self) -> None:
         self.on_lost: Callable[[], None] | None = None
         self._loop = EnvLoop.get()
+        self._used = self._over = False
+        self._context = contextvars.copy_context()
+        self._plain = contextvars.copy_context()  # of calls in threads, which may run at the same time as the task
+        self._plain_lock = threading.Lock()
         # this and what follows is touched in the loop's thread alone; with each call, whether the loop is to answer
         self._calls: deque[tuple[Call, Callable[[], Awaitable[object]], bool]] = deque()
         self._now: Call | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._used = self._over = False
-        self._context = contextvars.copy_context()
-        self._plain = contextvars.copy_context()  # of calls in threads, which may run at the same time as the task
-        self._plain_lock = threading.Lock()
 
     def sibling(self) -> Actor:
         """Return another one that knows what was set here, for closing while a call hangs in this one."""
@@ -220,14 +220,10 @@ class Actor:
         self._loop.soon(stop)
 
     def end(self) -> None:
-        """End the task once it has nothing left to do."""
-
-        def stop() -> None:
-            self._over = True
-            self._wake.set()
-
+        """End the task once it has nothing left to do; also one that a call which still hangs in a thread begins."""
+        self._over = True
         if self._used:
-            self._loop.soon(stop)
+            self._loop.soon(self._wake.set)
 
     async def _serve(self) -> None:
         while self._calls or not self._over:

@@ -427,6 +427,11 @@ def test_nothing_is_left_in_the_loop(endless):
         await asyncio.gather(*(episode(i) for i in range(100)))
         with pytest.raises(rlkit.EnvTimeout):
             await Guarded.opened(Task(make, "stub"), timeout=SHORT)
+        hanging = await Guarded.opened(Task(lambda: Stub(lambda _: endless.gate.wait() and endless.deaf()), "stub"))
+        with pytest.raises(rlkit.EnvTimeout):
+            await hanging.step(Action("x"), timeout=SHORT)
+        await hanging.close(timeout=2 * SHORT)
+        endless.gate.set()  # its step gives a coroutine, after the environment was closed
         for fn in (endless.hang_async, lambda: endless.hang_async()):
             with pytest.raises(rlkit.EnvTimeout):
                 await call(fn, timeout=0.0)

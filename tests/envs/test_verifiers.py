@@ -7,6 +7,7 @@ RLKIT_VERIFIERS_PYTHON=/tmp/verifiers/bin/python python -m pytest tests/envs/tes
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from rlkit.rollouts import rollout_sync
 from rlkit.trajectory import datums
 from tests.gateway.parts import Scripted
 from tests.models.build import build
+from tests.test_process import gone
 
 FOLDER = Path(__file__).with_name("verifiers_tasksets")
 PYTHON = os.environ.get("RLKIT_VERIFIERS_PYTHON", "")
@@ -205,6 +207,14 @@ def test_what_cannot_be_played_is_said_before_the_first_episode(arguments, match
 def test_without_verifiers_the_commands_are_said():
     with pytest.raises(rlkit.ConfigError, match=r"python -m venv .*verifiers==0\.4\.0 uv, and pass python="):
         verifiers("vf_sums")
+
+
+def test_the_process_ends_with_its_tasks():
+    environment = verifiers("vf_sums", harness="null", python=PYTHON, folder=FOLDER, name="dropped")
+    pid = environment[0].make()._worker.child.pid
+    del environment
+    gc.collect()
+    assert gone(pid)
 
 
 def test_the_process_ends_with_its_stdin():
