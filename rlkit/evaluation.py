@@ -16,7 +16,7 @@ from rlkit.backends.protocol import Sampler
 from rlkit.errors import ConfigError
 from rlkit.metrics import pass_at_k
 from rlkit.rollouts import Plan, Rollouts, rollout
-from rlkit.rollouts.api import listed, planned, run_in_thread
+from rlkit.rollouts.api import read_plan, read_tasks, run_in_thread
 from rlkit.trajectory import read_only
 
 __all__ = ["Evaluation", "Score", "evaluate", "evaluate_sync", "interval", "score"]
@@ -112,9 +112,9 @@ async def evaluate(
         raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are identical")
     _check.real("success", success)
     _check.real("level", level, above=0.0, below=1.0)
-    plan = planned(plan, options, evaluate).with_options(n=n, min_n=1)
+    plan = read_plan(plan, options, evaluate).with_options(n=n, min_n=1)
     changes: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
-    tasks = [attrs.evolve(task, settings=attrs.evolve(task.settings, **changes)) for task in listed(tasks)]
+    tasks = [attrs.evolve(task, settings=attrs.evolve(task.settings, **changes)) for task in read_tasks(tasks)]
     groups = await rollout(sampler, tasks, step=step, plan=plan)
     scores = {}
     for name in dict.fromkeys(task.name for task in tasks):

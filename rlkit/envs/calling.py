@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rlkit import _check
@@ -29,7 +30,7 @@ from rlkit.futures import wait_done
 if TYPE_CHECKING:
     from rlkit.gateway import Session
 
-__all__ = ["Call", "Guarded", "call", "drives_itself", "scores", "wait"]
+__all__ = ["Call", "CallLimit", "Guarded", "call", "drives_itself", "scores", "wait"]
 
 
 _STUCK = 5.0  # seconds without an answer after which new environments get another loop
@@ -318,6 +319,42 @@ async def call(
     """
     _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
     return cast("_T", await Call(where, fn, args).result(timeout))
+
+
+class CallLimit:
+    """A limit on calls that compute, which calls that only wait do not count against for long.
+
+    Threads that compute take turns at the interpreter, so the more there are the longer everything else waits, the
+    event loop included. A call that takes longer than ``patience`` is taken to be waiting for something, and its place
+    is given to the next.
+
+    Args:
+        count: calls at once.
+        patience: seconds.
+    """
+
+    def __init__(self, count: int, patience: float) -> None:
+        self._places = asyncio.Semaphore(count)
+        self._patience = patience
+
+    @contextlib.asynccontextmanager
+    async def enter(self) -> AsyncIterator[None]:
+        """Wait for a place."""
+        await self._places.acquire()
+        mine = True
+
+        def give_back() -> None:
+            nonlocal mine
+            if mine:
+                mine = False
+                self._places.release()
+
+        timer = asyncio.get_running_loop().call_later(self._patience, give_back)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            give_back()
 
 
 class Guarded:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, overload, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 import attrs
 
@@ -40,8 +40,10 @@ __all__ = [
 
 Credit: TypeAlias = Literal["every", "last"] | Callable[[Sequence["Branch"]], Sequence[float]]
 
-_REDUCTIONS = ("sum", "mean", "max", "min", "last")
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min", "last"]
+REDUCTIONS = ("sum", "mean", "max", "min", "last")
 _ENDS = ("nonterminal_reward", "nonterminal_override")
+_S = TypeVar("_S", bound="TaskSettings")
 
 
 @runtime_checkable
@@ -78,7 +80,7 @@ class Harness(Protocol):
         """Free what the episode holds; called once, whatever happened before."""
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class TaskSettings:
     """How the episodes of an environment are played and scored; None leaves it to the rollout.
 
@@ -110,25 +112,27 @@ class TaskSettings:
     max_turns: int | None = checked(None, _check.integer, none=True, low=1)
     max_total_tokens: int | None = checked(None, _check.integer, none=True, low=1)
     deadline: float | None = checked(None, _check.real, none=True, above=0.0, why="seconds")
-    reduction: Literal["sum", "mean", "max", "min", "last"] | None = checked(
-        None, _check.choice, none=True, options=_REDUCTIONS
-    )
+    reduction: Reduction | None = checked(None, _check.choice, none=True, options=REDUCTIONS)
     nonterminal_reward: float | None = checked(None, _check.real, none=True)
     nonterminal_override: float | None = checked(None, _check.real, none=True)
 
     def __attrs_post_init__(self) -> None:
+        name = type(self).__name__
         if self.n is not None and self.min_n is not None:
-            _check.integer("TaskSettings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+            _check.integer(f"{name}.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
-            raise ConfigError(
-                "TaskSettings.nonterminal_reward", "is given with nonterminal_override", "only one of the two"
-            )
+            what = "is given with nonterminal_override"
+            raise ConfigError(f"{name}.nonterminal_reward", what, "only one of the two")
 
-    def over(self, defaults: TaskSettings) -> TaskSettings:
-        """Return these settings, with ``defaults`` where they say nothing."""
-        said = attrs.asdict(self, filter=lambda _, value: value is not None)
+    def over(self, defaults: _S) -> _S:
+        """Return ``defaults`` with what these settings say in its place; ``min_n`` is then at most ``n``."""
+        said = {name: getattr(self, name) for name in attrs.fields_dict(TaskSettings)}
+        said = {name: value for name, value in said.items() if value is not None}
         if said.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
             said = dict.fromkeys(_ENDS) | said
+        n, min_n = said.get("n", defaults.n), said.get("min_n", defaults.min_n)
+        if n is not None and min_n is not None:
+            said["min_n"] = min(n, min_n)
         return attrs.evolve(defaults, **said)
 
 

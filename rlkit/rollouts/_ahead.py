@@ -10,20 +10,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, Self, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, cast
 
 import attrs
 import numpy as np
 
 from rlkit import _check, storage
 from rlkit._runtime import Resource
-from rlkit.backends.protocol import LiveSampler, LiveSampling, Sampler, TrainerBackend
+from rlkit.backends.protocol import LiveSampling, Sampler, TrainerBackend
 from rlkit.envs.protocol import TaskSource
 from rlkit.errors import ConfigError, DataError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.metrics import token_lag
 from rlkit.rollouts._plan import Plan
-from rlkit.rollouts.api import Rollouts, planned, rollout
+from rlkit.rollouts.api import Rollouts, read_plan, rollout
 from rlkit.trajectory import Group, checked_groups
 
 __all__ = ["AsyncRollouts", "Replay", "async_rollouts"]
@@ -105,24 +105,32 @@ class Replay:
         return iter(list(self._groups))
 
 
-Lent: TypeAlias = Callable[[], Coroutine[object, object, tuple[Sampler, Mapping[str, float]]]]
-"""Waits for a sampler; gives it, and what to add to the metrics of its batch."""
 Batch: TypeAlias = "concurrent.futures.Future[Rollouts]"
 InFlightOption: TypeAlias = bool | Literal["requests"]
 
 
-class Policies(Protocol):
+class Lease(NamedTuple):
+    """What a batch is sampled with: the sampler, an update of it to wait for, and the step of the newest of the two."""
+
+    sampler: Future[Any]  # a Sampler
+    update: Future[int] | None
+    since: int
+
+
+class SamplerSource(Protocol):
     """Gives a sampler to each batch that is begun."""
 
-    def advance(self, step: int, *, begins: bool) -> None:
-        """Note that ``step`` is asked for, in the thread that trains; ``begins``: and that batches begin now."""
+    def advance(self, step: int, *, begins: bool) -> Lease:
+        """Return what batches that begin now are sampled with: ``step`` is asked for, in the thread that trains.
 
-    def lend(self, due: int) -> Lent:
-        """Return the sampler of the batch of step ``due``, which begins now, and what to add to its metrics."""
+        ``begins`` says whether any do.
+        """
 
-    def hand(self, batch: Batch, step: int) -> Coroutine[object, object, Rollouts] | None:  # noqa: ARG002
-        """Return what waits for the batch of ``step``, which was asked for, and completes its metrics; None: itself."""
-        return None  # without this line it is abstract for type checkers
+    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:
+        """Check the sampler of the batch of step ``due``; return what its metrics gain."""
+
+    def finish(self, batch: Batch, lease: Lease, step: int) -> Coroutine[object, object, Rollouts] | None:
+        """Return what waits for the batch of ``step``, which is asked for, and completes its metrics; None: itself."""
 
     def state(self) -> dict[str, int]:
         """Return what a run that goes on has to know."""
@@ -131,27 +139,26 @@ class Policies(Protocol):
         """Restore the state that ``state`` was taken from."""
 
 
-class Snapshots(Policies):
+@attrs.define(eq=False)
+class Snapshots:
     """A snapshot at the steps that ``interval`` divides, at the first one, and after a checkpoint."""
 
-    def __init__(self, policy: TrainerBackend, interval: int) -> None:
-        self._policy, self._interval = policy, interval
-        self._taken: tuple[int, Future[Sampler]] | None = None
+    _policy: TrainerBackend
+    _interval: int
+    _taken: Lease | None = attrs.field(default=None, init=False)
 
-    def advance(self, step: int, *, begins: bool) -> None:
-        """See ``Policies``."""
-        since = -1 if self._taken is None else self._taken[0]
-        if begins and (self._taken is None or (step % self._interval == 0 and since < step)):
-            self._taken = (step, self._policy.sampler())
+    def advance(self, step: int, *, begins: bool) -> Lease:
+        """See ``SamplerSource``."""
+        if begins and (self._taken is None or (step % self._interval == 0 and self._taken.since < step)):
+            self._taken = Lease(self._policy.sampler(), None, step)
+        return cast("Lease", self._taken)  # None where no batch begins
 
-    def lend(self, due: int) -> Lent:
-        """See ``Policies``; the lag is known beforehand."""
-        since, snapshot = cast("tuple[int, Future[Sampler]]", self._taken)
+    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:  # noqa: ARG002  # as the protocol has it
+        """See ``SamplerSource``; the lag is known beforehand."""
+        return {"sampler/lag": float(due - lease.since)}
 
-        async def lent() -> tuple[Sampler, Mapping[str, float]]:
-            return await snapshot, {"sampler/lag": float(due - since)}
-
-        return lent
+    def finish(self, batch: Batch, lease: Lease, step: int) -> None:
+        """See ``SamplerSource``."""
 
     def state(self) -> dict[str, int]:
         """Return nothing: a run that goes on has no older snapshot, so the one that goes through takes a fresh one."""
@@ -159,12 +166,13 @@ class Snapshots(Policies):
         return {}
 
     def restore(self, state: Mapping[str, int]) -> None:  # noqa: ARG002  # as above
-        """See ``Policies``."""
+        """See ``SamplerSource``."""
         self._taken = None
 
 
-class InFlight(Policies):
-    """A live sampler, updated at the steps that ``interval`` divides.
+@attrs.define(eq=False)
+class InFlight:
+    """A live sampler, updated at the steps that ``interval`` divides; what was begun is sampled with it, too.
 
     Args:
         policy: it is a ``LiveSampling``.
@@ -173,61 +181,44 @@ class InFlight(Policies):
         recompute: as for ``LiveSampling.live_sampler``.
     """
 
-    def __init__(self, policy: TrainerBackend, interval: int, *, requests: bool, recompute: bool) -> None:
-        if not isinstance(policy, LiveSampling):
-            raise UnsupportedError(
-                f"async_rollouts(in_flight): {type(policy).__name__} has no live_sampler; omit in_flight to sample "
-                "from snapshots"
-            )
-        self._policy: LiveSampling = policy
-        self._interval, self._requests, self._recompute = interval, requests, recompute
-        self._live: Future[LiveSampler] | None = None
-        self._update: Future[int] | None = None  # the newest, of step ``_since``
-        self._since = 0
-        self._versions: dict[int, int] = {}  # step of an update -> version since then
+    _policy: LiveSampling
+    _interval: int
+    _requests: bool
+    _recompute: bool
+    _lease: Lease | None = attrs.field(default=None, init=False)
+    _versions: dict[int, int] = attrs.field(factory=dict, init=False)  # step of an update -> version since then
 
-    def advance(self, step: int, *, begins: bool) -> None:  # noqa: ARG002  # what was begun goes on under it, too
-        """See ``Policies``."""
-        if self._live is None:
-            self._live, self._since = self._policy.live_sampler(recompute=self._recompute), step
+    def advance(self, step: int, *, begins: bool) -> Lease:  # noqa: ARG002  # as the protocol has it
+        """See ``SamplerSource``."""
+        if self._lease is None:
+            self._lease = Lease(self._policy.live_sampler(recompute=self._recompute), None, step)
         elif step % self._interval == 0:
-            self._update, self._since = self._live.result().update(), step
+            live = self._lease.sampler
+            self._lease = Lease(live, live.result().update(), step)
+        return self._lease
 
-    def lend(self, due: int) -> Lent:  # noqa: ARG002  # as the protocol has it
-        """See ``Policies``."""
-        opened, update = cast("Future[LiveSampler]", self._live), self._update
+    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:  # noqa: ARG002  # as above
+        """See ``SamplerSource``."""
+        if sampler.switches != "token" and not self._requests:
+            raise UnsupportedError(
+                f"async_rollouts(in_flight=True): {type(self._policy).__name__} finishes a request with the policy "
+                "that began it; use in_flight='requests', so that later turns take the newer one"
+            )
+        return {}
 
-        async def lent() -> tuple[Sampler, Mapping[str, float]]:
-            live = await opened
-            if live.switches != "token" and not self._requests:
-                raise UnsupportedError(
-                    f"async_rollouts(in_flight=True): {type(self._policy).__name__} finishes a request with the "
-                    "policy that began it; use in_flight='requests', so that later turns take the newer one"
-                )
-            if update is not None:
-                await update
-            return live, {}
-
-        return lent
-
-    def hand(self, batch: Batch, step: int) -> Coroutine[object, object, Rollouts]:
-        """See ``Policies``."""
-        opened, update, since = cast("Future[LiveSampler]", self._live), self._update, self._since
-
-        async def handed() -> Rollouts:
-            groups = await asyncio.wrap_future(batch)
-            self._versions[since] = (await opened).version if update is None else await update
-            groups.metrics |= self._lag(groups, step)
-            return groups
-
-        return handed()
+    async def finish(self, batch: Batch, lease: Lease, step: int) -> Rollouts:
+        """See ``SamplerSource``."""
+        groups = await asyncio.wrap_future(batch)
+        self._versions[lease.since] = (await lease.sampler).version if lease.update is None else await lease.update
+        groups.metrics |= self._lag(groups, step)
+        return groups
 
     def state(self) -> dict[str, int]:
         """Return the versions since each update."""
         return {str(step): version for step, version in self._versions.items()}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """See ``Policies``."""
+        """See ``SamplerSource``."""
         self._versions = {int(step): int(version) for step, version in state.items()}
 
     def _lag(self, groups: Rollouts, step: int) -> dict[str, float]:
@@ -318,16 +309,16 @@ def async_rollouts(
     arXiv:2509.19128.
     """
     _check.require(isinstance(policy, TrainerBackend), "policy", policy, "a backend, as rlkit.connect returns")
-    plan = planned(plan, options, async_rollouts)
+    plan = read_plan(plan, options, async_rollouts)
     batches, order = _read_tasks(tasks, size, plan.seed)
     _check.optional(_check.integer, "steps", steps, low=0)
     for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):
         _check.integer(name, value, low=low)
     _check.require(play is None or callable(play), "play", play, "an async function")
-    policies = _open_policies(policy, interval, in_flight, recompute=recompute)
+    source = _open_source(policy, interval, in_flight, recompute=recompute)
     end = None if steps is None else start + steps
     play = play or functools.partial(_play_simply, plan)
-    return AsyncRollouts(policies, batches, play, start=start, end=end, max_lag=max_lag, order=order)
+    return AsyncRollouts(source, batches, play, start=start, end=end, max_lag=max_lag, order=order)
 
 
 def _read_tasks(tasks: TaskSource | Batches, size: int | None, seed: int) -> tuple[Batches, dict[str, object]]:
@@ -342,15 +333,18 @@ def _read_tasks(tasks: TaskSource | Batches, size: int | None, seed: int) -> tup
     return tasks, {}
 
 
-def _open_policies(policy: TrainerBackend, interval: int, in_flight: InFlightOption, *, recompute: bool) -> Policies:
+def _open_source(policy: TrainerBackend, interval: int, in_flight: InFlightOption, *, recompute: bool) -> SamplerSource:
     if in_flight not in (False, True, "requests") or (in_flight != "requests" and not isinstance(in_flight, bool)):
         raise ConfigError("in_flight", f"got {_check.describe(in_flight)}", "True, False or 'requests'")
     _check.flag("recompute", recompute)
     if recompute and not in_flight:
         raise ConfigError("recompute", "is True", "False without in_flight", "a snapshot's cache never becomes stale")
-    if in_flight:
-        return InFlight(policy, interval, requests=in_flight == "requests", recompute=recompute)
-    return Snapshots(policy, interval)
+    if not in_flight:
+        return Snapshots(policy, interval)
+    if not isinstance(policy, LiveSampling):
+        text = f"{type(policy).__name__} has no live_sampler; omit in_flight to sample from snapshots"
+        raise UnsupportedError(f"async_rollouts(in_flight): {text}")
+    return InFlight(policy, interval, in_flight == "requests", recompute)
 
 
 def _play_simply(plan: Plan, sampler: Sampler, batch: object, step: int) -> Awaitable[Rollouts]:
@@ -361,7 +355,7 @@ def _play_simply(plan: Plan, sampler: Sampler, batch: object, step: int) -> Awai
 class AsyncRollouts(Resource):
     """Batches in the order of steps; see ``async_rollouts``."""
 
-    _policies: Policies | None
+    _source: SamplerSource | None
     _batches: Batches
     _play: Play
     _next: int = attrs.field(alias="start", kw_only=True)
@@ -406,8 +400,8 @@ class AsyncRollouts(Resource):
 
     def state(self) -> dict[str, dict[str, object]]:
         """Return the batches that were begun and not yet asked for; they are waited for."""
-        under_way = {str(step): _record(running.result()) for step, running in self._running.items()}
-        versions = {} if self._policies is None else self._policies.state()
+        under_way = {str(step): _to_record(running.result()) for step, running in self._running.items()}
+        versions = {} if self._source is None else self._source.state()
         noted: dict[str, dict[str, object]] = {"versions": {**versions}} if versions else {}
         return {"order": self._order, **noted, **under_way}
 
@@ -421,8 +415,8 @@ class AsyncRollouts(Resource):
         if order != self._order:
             raise ConfigError("async_rollouts", f"has {self._order}", f"{order}, the order of the run's beginning")
         self._running.clear()
-        if self._policies is not None:
-            self._policies.restore(state.get("versions", {}))
+        if self._source is not None:
+            self._source.restore(state.get("versions", {}))
         for step, record in state.items():
             if step in ("order", "versions"):
                 continue
@@ -433,7 +427,7 @@ class AsyncRollouts(Resource):
 
     def close(self) -> None:
         """Cancel what is under way; every environment is closed before it returns."""
-        self._end, self._policies = self._next, None
+        self._end, self._source = self._next, None
         self._finalizer()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -446,29 +440,32 @@ class AsyncRollouts(Resource):
 
     def _advance(self) -> concurrent.futures.Future[Rollouts] | None:
         """Begin what may be begun, and return the next step's batch."""
-        step, policies = self._next, self._policies
-        if policies is None or (self._end is not None and step >= self._end):
+        step, source = self._next, self._source
+        if source is None or (self._end is not None and step >= self._end):
             return None
         last = step + self._max_lag if self._end is None else min(step + self._max_lag, self._end - 1)
         begun = range(max([step - 1, *self._running]) + 1, last + 1)
-        policies.advance(step, begins=bool(begun))
+        lease = source.advance(step, begins=bool(begun))
         for due in begun:
-            work = _played(self._play, policies.lend(due), self._batches(due), due)
+            work = _play_batch(self._play, source, lease, self._batches(due), due)
             self._running[due] = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._next += 1
         batch = self._running.pop(step)
-        handed = policies.hand(batch, step)
-        return batch if handed is None else asyncio.run_coroutine_threadsafe(handed, self._loop)
+        finishing = source.finish(batch, lease, step)
+        return batch if finishing is None else asyncio.run_coroutine_threadsafe(finishing, self._loop)
 
 
-async def _played(play: Play, lent: Lent, tasks: object, step: int) -> Rollouts:
-    sampler, metrics = await lent()
+async def _play_batch(play: Play, source: SamplerSource, lease: Lease, tasks: object, step: int) -> Rollouts:
+    sampler = await lease.sampler
+    metrics = source.start(sampler, lease, step)
+    if lease.update is not None:
+        await lease.update
     groups = await play(sampler, tasks, step)
     groups.metrics |= metrics
     return groups
 
 
-def _record(batch: Rollouts) -> dict[str, object]:
+def _to_record(batch: Rollouts) -> dict[str, object]:
     metrics = {name: str(value) for name, value in batch.metrics.items()}  # text, since JSON has no NaN
     return {"groups": [storage.to_record(group) for group in batch], "metrics": metrics}
 

@@ -1,4 +1,4 @@
-"""One episode: an environment and a sampler in turn, within limits."""
+"""One episode: an environment and a sampler in turn, within limits; what is a fault, and what a limit."""
 
 from __future__ import annotations
 
@@ -6,341 +6,309 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
+import sysconfig
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
-from rlkit.envs.calling import Guarded, call, scores
-from rlkit.envs.protocol import Observation, StepResult, Task, TaskSettings
+from rlkit._runtime import PACKAGE
+from rlkit.envs.calling import CallLimit, Guarded, call
+from rlkit.envs.protocol import Observation, StepResult, Task
 from rlkit.errors import DataError, EnvTimeout
-from rlkit.rollouts._asking import Asker, Counters, Lanes, SamplerFailed, Start, attempts, numeric
-from rlkit.rollouts._plan import (
-    SHORT,
-    CannotGoOn,
-    Deadline,
-    Fault,
-    Plan,
-    described,
-    env_seed,
-    pauses,
-    sampling_seed,
-)
+from rlkit.rollouts._counters import Counters, numeric
+from rlkit.rollouts._plan import Plan, env_seed, pauses, sampling_seed
+from rlkit.rollouts._requests import FirstTurns, Requests, RolloutFailed, retry
 from rlkit.trajectory import Failure, Trajectory, Turn
 from rlkit.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rlkit.chat import Chat, Conversation
+    from rlkit.rollouts._agent_episode import Agents
 
-__all__ = ["HARNESS_PLAYER", "Episode", "HarnessPlayer", "Harnessed", "Played", "Shared", "rewarded", "scored"]
+__all__ = ["Episode", "Fault", "Run", "describe_error", "find_place", "require_reward"]
 
+Messages: TypeAlias = tuple[Mapping[str, object], ...]
 _log = logging.getLogger(__name__)
+SHORT = 500  # characters of a message that are kept
 LONGEST = 1_000_000  # characters or tokens of one observation; beyond, the episode has failed
-_KINDS = {"context": "context", "deadline": "timeout"}
-_LEFT = {"context": "room in the context", "deadline": "time"}
-HARNESS_PLAYER = "rlkit.rollouts._agent_episode:GatewayPlayer"  # imported for the first harness of a rollout
+_LACKING = {"context": ("context", "room in the context"), "deadline": ("timeout", "time")}  # kind of failure, text
 
 
-@attrs.frozen(eq=False)
-class Played:
-    """The result of an episode of a harness.
+class Fault(Exception):
+    """Something that is not the policy's doing; ends an attempt."""
 
-    Attributes:
-        turns: those that count, branch after branch; the last one has the reward.
-        ended: why it ended.
-        messages: what was said in the branch that ended last.
-        result: what the harness said of the episode.
-    """
-
-    turns: Sequence[Turn]
-    ended: str
-    messages: Sequence[Mapping[str, object]]
-    result: StepResult
+    def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
+        super().__init__(str(error))
+        self.where = where
+        self.error = error
+        self.kind = type(error).__name__ if kind is None else kind
 
 
-@attrs.frozen(eq=False)
-class Harnessed:
-    """An episode that a harness is to drive.
+class Deadline(Exception):
+    """The episode's time is over."""
+
+
+@attrs.define(eq=False)
+class Run:
+    """What all episodes of a rollout share.
 
     Attributes:
-        env: the harness.
-        settings: how it is played.
-        seed: what the harness is given.
-        draws: the seed of sampling.
-        pauses: between attempts to sample.
-        left: gives the seconds until the deadline.
-        deadline: seconds of the whole episode.
+        computing: limits the calls of the sampler and the chat.
+        playing: limits those of environments.
+        agents: plays harnesses; made for the first of them.
     """
-
-    env: Guarded
-    settings: TaskSettings
-    seed: int
-    draws: int
-    pauses: np.random.Generator
-    left: Callable[[], float]
-    deadline: float
-
-
-class HarnessPlayer(Protocol):
-    """Plays the episodes of environments that drive themselves; one for a rollout."""
-
-    async def play(self, given: Harnessed) -> Played:
-        """Play one episode.
-
-        Raises:
-            Fault: the harness failed, or did not ask the policy.
-            SamplerFailed: the sampler cannot be used.
-        """
-
-    async def close(self) -> None:
-        """End what is left of its episodes."""
-
-
-@attrs.frozen
-class Shared:
-    """What all episodes of a rollout share."""
 
     plan: Plan
     step: int
     chat: Chat
-    asker: Asker
+    requests: Requests
     counters: Counters
-    find_player: Callable[[], HarnessPlayer]  # imports it for the first harness
-    computing: Lanes  # for the sampler's and the chat's calls
-    playing: Lanes  # for those of environments
+    computing: CallLimit
+    playing: CallLimit
+    agents: Agents | None = None
+
+    def find_agents(self) -> Agents:
+        """Return what plays harnesses."""
+        if self.agents is None:
+            from rlkit.rollouts._agent_episode import Agents
+
+            self.agents = Agents(self)
+        return self.agents
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False)
 class Episode:
-    """One member of a group, whose seeds come from its place in the step; ``play`` gives its trajectory or failure."""
+    """One member of a group, whose seeds come from its place in the step; ``play`` gives its trajectory or failure.
 
-    _shared: Shared
-    _task: Task
-    _settings: TaskSettings
+    Attributes:
+        run: the rollout.
+        task: of the group.
+        plan: the rollout's, with the task's settings.
+        seed: what the environment is given.
+        draws: the seeds of sampling begin with these: plan's seed, step, group and member.
+        turns: so far, in this attempt.
+        error: what it failed of.
+    """
+
+    run: Run
+    task: Task
+    plan: Plan
     _group: int
     _member: int
-    _start: Start | None
-    _turns: list[Turn] = attrs.field(factory=list, init=False)
+    _first_turns: FirstTurns | None
+    seed: int = attrs.field(init=False)
+    draws: tuple[int, int, int, int] = attrs.field(init=False)
+    pauses: np.random.Generator = attrs.field(init=False)
+    turns: list[Turn] = attrs.field(factory=list, init=False)
+    error: Exception | None = attrs.field(default=None, init=False)
     _ends: float = attrs.field(default=0.0, init=False)
     _answer: dict[str, str | float] = attrs.field(factory=dict, init=False)
-    error: Exception | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        plan = self._shared.plan
-        where = (plan.seed, self._shared.step, self._group)
-        self._seed = env_seed(*where) if self._task.seed is None else self._task.seed
-        self._pauses = pauses(*where, self._member)
-        self._deadline: float = self._settings.deadline or plan.deadline
+        self.draws = (self.plan.seed, self.run.step, self._group, self._member)
+        self.seed = env_seed(*self.draws[:3]) if self.task.seed is None else self.task.seed
+        self.pauses = pauses(*self.draws)
 
     async def play(self) -> Trajectory | Failure:
         """Play from the start until an attempt succeeds or none is left; the clock starts here.
 
         Raises:
-            CannotGoOn: the sampler cannot be used, or the executor cannot run this; no matter of this episode alone.
+            RolloutFailed: the sampler cannot be used, or the executor cannot run this; no matter of this episode alone.
         """
-        self._ends = time.monotonic() + self._deadline
-        trajectory: Trajectory | None = None
+        self._ends = time.monotonic() + self.plan.deadline
         try:
-            async for attempt in attempts(self._shared.plan, self._listed, self._pauses, self._left):
-                with attempt:
-                    self._count("retried", int(attempt.num > 1))
-                    trajectory = await self._attempt()
+            trajectory = await retry(self._attempt, _read_cause, self.plan, self.pauses, self.time_left)
         except Fault as fault:
             self.error = fault.error
-            text = described(fault.error)
-            return Failure(self._task.name, fault.kind, text, fault.where, len(self._turns), self._member)
-        if trajectory is None:  # pragma: no cover  # the last attempt returns or raises
-            raise AssertionError
-        return trajectory if self._task.score is not None else rewarded(trajectory, self._member)
+            text = describe_error(fault.error)
+            return Failure(self.task.name, fault.kind, text, fault.where, len(self.turns), self._member)
+        return trajectory if self.task.score is not None else require_reward(trajectory, self._member)
 
-    def _listed(self, error: Exception) -> bool:
-        return isinstance(error, Fault) and isinstance(error.error, self._shared.plan.retry)
-
-    def _left(self) -> float:
+    def time_left(self) -> float:
+        """Return the seconds until the deadline."""
         return max(0.0, self._ends - time.monotonic())
 
-    def _count(self, name: str, number: float = 1) -> None:
-        self._shared.counters.add(f"env/{self._task.name}/{name}", number)
+    def count(self, name: str, number: float = 1) -> None:
+        """Count something of its environment."""
+        self.run.counters.add(f"env/{self.task.name}/{name}", number)
 
-    async def _attempt(self) -> Trajectory:
-        plan = self._shared.plan
-        self._turns = []
+    async def _attempt(self, number: int) -> Trajectory:
+        self.count("retried", int(number > 1))
+        self.turns = []
         self._answer = {}
         async with self._within("make"):
-            grace = plan.close_timeout / 2
-            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=grace)
+            grace = self.plan.close_timeout / 2
+            timeout = self._call_timeout()
+            env = await Guarded.opened(self.task, timeout=timeout, max_chars=LONGEST, scored=True, grace=grace)
         try:
-            ended, messages = await (self._driven(env) if env.plays else self._conversation(env))
+            playing = self.run.find_agents().play(self, env) if env.plays else self._converse(env)
+            ended, messages = await playing
         finally:
-            self._shared.counters.add("time/env", env.seconds)
-            began = time.monotonic()
-            problem = await _closed(env, plan.close_timeout)
-            self._shared.counters.add("time/close", time.monotonic() - began)
-            if problem is not None:
-                self._say_once(problem)
-            self._count("close_failed", int(problem is not None))
-        return self._trajectory(ended, messages)
+            self.run.counters.add("time/env", env.seconds)
+            await self._close(env)
+        return Trajectory(
+            self.turns,
+            terminated=ended == "terminated",
+            truncated=ended != "terminated",
+            ended=ended,
+            env=self.task.name,
+            index=self.task.index,
+            seed=self.seed,
+            reduction=self.plan.reduction,
+            nonterminal_reward=self.plan.nonterminal_reward,
+            nonterminal_override=self.plan.nonterminal_override,
+            tags=self._answer | dict(self.plan.tags),
+            messages=messages,
+        )
 
-    def _say_once(self, problem: Exception) -> None:
-        """Warn that an environment could not be closed, and may have left something open; later ones are counted."""
-        name = f"env/{self._task.name}/close_failed"
-        if not self._shared.counters.sums[name]:
-            text = f"environment {self._task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
-            _log.warning("%s; %s counts such environments", text[:SHORT], name)
-
-    async def _driven(self, env: Guarded) -> tuple[str, tuple[Mapping[str, object], ...]]:
-        """Run a harness until the end; return why it ended, and what was said."""
-        shared = self._shared
-        draws = sampling_seed(shared.plan.seed, shared.step, self._group, self._member, 0)
-        given = Harnessed(env, self._settings, self._seed, draws, self._pauses, self._left, self._deadline)
-        played = await shared.find_player().play(given)
-        self._turns = list(played.turns)
-        self._remember(played.result)
-        return played.ended, tuple(played.messages)
-
-    async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, object], ...]]:
+    async def _converse(self, env: Guarded) -> tuple[str, Messages]:
         """Play until the end; return why it ended, and what was said."""
-        chat = self._shared.chat
-        conversation: Conversation | None = None
+        async with self._within("reset"):
+            observation = await env.reset(self.seed, timeout=self._call_timeout())
+            tools = env.tools
+        async with self._within("chat"):
+            start = self.run.chat.start
+            conversation = await call(start, observation, tools, timeout=self.time_left(), where="chat")
+        last: Observation = ""
         try:
-            async with self._within("reset"):
-                observation = await env.reset(self._seed, timeout=self._call())
-                tools = env.tools
-            async with self._within("chat"):
-                conversation = await call(chat.start, observation, tools, timeout=self._left(), where="chat")
             while True:
-                prompt = conversation.prompt
-                ended, params = self._room(prompt)
-                if params is None and not self._turns:  # nothing to keep, and not the policy's doing
-                    what = f"the first prompt, of {prompt.size} tokens, leaves no {_LEFT[ended]}"
-                    raise Fault("chat", DataError(f"rollout: {what}"), kind=_KINDS[ended])
+                ended, params = self._next_turn_params(conversation.prompt)
                 if params is None:
                     break
-                sample = await self._sampled(prompt, params)
-                async with self._within("chat"):
-                    read = functools.partial(chat.action, prompt=prompt, tools=tools)
-                    action = await call(read, sample.tokens, sample.stop_reason, timeout=self._left(), where="chat")
-                async with self._within("step"):
-                    result = await env.step(action, timeout=self._call())
-                turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
-                self._turns.append(turn)
-                self._remember(result)
-                ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
+                ended, last = await self._take_turn(env, conversation, params, tools)
                 if ended:
-                    async with self._within("chat"):
-                        conversation.add(action, None)
-                    return ended, (*_messages(conversation), *_last(result.observation))
-                async with self._within("chat"):
-                    await call(conversation.add, action, result.observation, timeout=self._left(), where="chat")
-                self._count("rewritten", int(not conversation.extends))
+                    break
         except Deadline:
             ended = "deadline"
-        return ended, _messages(conversation)
+        said = tuple(dict(message) for message in getattr(conversation, "messages", ()))
+        return ended, (*said, *_read_messages(last))
 
-    def _remember(self, result: StepResult) -> None:
+    async def _take_turn(
+        self, env: Guarded, conversation: Conversation, params: SamplingParams, tools: Sequence[dict[str, object]]
+    ) -> tuple[str, Observation]:
+        """Sample an action and play it; return why the episode ended, "" if it did not, and its last observation."""
+        prompt = conversation.prompt
+        sample = await self._sample(prompt, params)
+        async with self._within("chat"):
+            read = functools.partial(self.run.chat.action, prompt=prompt, tools=tools)
+            action = await call(read, sample.tokens, sample.stop_reason, timeout=self.time_left(), where="chat")
+        async with self._within("step"):
+            result = await env.step(action, timeout=self._call_timeout())
+        self.turns.append(Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards))
+        self.remember_answer(result)
+        ended = "terminated" if result.terminated else "truncated" if result.truncated else self._reached_limit()
+        if ended:
+            async with self._within("chat"):
+                conversation.add(action, None)
+            return ended, result.observation
+        async with self._within("chat"):
+            await call(conversation.add, action, result.observation, timeout=self.time_left(), where="chat")
+        self.count("rewritten", int(not conversation.extends))
+        return "", ""
+
+    def remember_answer(self, result: StepResult) -> None:
         """Keep what would have been right, for the logs."""
         if isinstance(answer := result.info.get("answer"), (str, int, float)):
             self._answer = {"answer": answer[:SHORT] if isinstance(answer, str) else answer}
 
     @contextlib.asynccontextmanager
     async def _within(self, where: str) -> AsyncIterator[None]:
-        """Enter a lane for a call; make an environment's or a chat's error a fault, and the end of time a truncation.
+        """Limit a call; make an environment's or a chat's error a fault, and the end of time a truncation.
 
         Time that is over before there was one whole turn leaves nothing to keep: that is a fault as well.
         """
-        lanes = self._shared.computing if where == "chat" else self._shared.playing
+        limit = self.run.computing if where == "chat" else self.run.playing
         try:
-            async with lanes.lane():
+            async with limit.enter():
                 yield
         except EnvTimeout as error:
-            over = self._left() == 0.0
-            if over and self._turns:
+            if self.turns and self.time_left() == 0.0:
                 raise Deadline from error
             raise Fault(where, error, kind="timeout") from error
-        except CannotGoOn:
+        except RolloutFailed:
             raise
         except Exception as error:
             raise Fault(where, error) from error
 
-    def _call(self) -> float:
+    def _call_timeout(self) -> float:
         """Return the seconds that a call of the environment may take."""
-        limit = self._shared.plan.call_timeout
-        return min(self._deadline / 2 if limit is None else limit, self._left())
+        limit = self.plan.call_timeout
+        return min(self.plan.deadline / 2 if limit is None else limit, self.time_left())
 
-    def _over(self) -> str:
+    def _reached_limit(self) -> str:
         """Return the limit that has been reached after a turn, "" for none."""
-        settings = self._settings
-        if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
+        if self.plan.max_turns is not None and len(self.turns) >= self.plan.max_turns:
             return "max_turns"
-        if settings.max_total_tokens is not None and self._tokens() >= settings.max_total_tokens:
+        if self.plan.max_total_tokens is not None and self._token_count() >= self.plan.max_total_tokens:
             return "max_total_tokens"
         return ""
 
-    def _tokens(self) -> int:
-        return sum(turn.tokens.size for turn in self._turns)
+    def _token_count(self) -> int:
+        return sum(turn.tokens.size for turn in self.turns)
 
-    def _room(self, prompt: np.ndarray) -> tuple[str, SamplingParams | None]:
+    def _next_turn_params(self, prompt: np.ndarray) -> tuple[str, SamplingParams | None]:
         """Return how the next turn is sampled; None, and the limit's name, where there is no room for one."""
-        plan, settings = self._shared.plan, self._settings
-        context = self._shared.asker.sampler.max_length
-        room = min(context, plan.max_length or context) - int(prompt.size)
-        if room < 1:
-            return "context", None
-        if self._left() == 0.0:
-            return "deadline", None
-        most = min(room, settings.max_tokens or plan.params.max_tokens)
-        if settings.max_total_tokens is not None:
-            most = min(most, settings.max_total_tokens - self._tokens())
-        temperature = plan.params.temperature if settings.temperature is None else settings.temperature
-        params = attrs.evolve(plan.params, max_tokens=most, temperature=temperature)
-        return "", self._shared.chat.params(params)
+        context = self.run.requests.sampler.max_length
+        room = min(context, self.plan.max_length or context) - int(prompt.size)
+        ended = "context" if room < 1 else "deadline" if self.time_left() == 0.0 else ""
+        if ended and not self.turns:  # nothing to keep, and not the policy's doing
+            kind, lacking = _LACKING[ended]
+            what = f"the first prompt, of {prompt.size} tokens, leaves no {lacking}"
+            raise Fault("chat", DataError(f"rollout: {what}"), kind=kind)
+        if ended:
+            return ended, None
+        params = self.plan.turn_params
+        most = min(room, params.max_tokens)
+        if self.plan.max_total_tokens is not None:
+            most = min(most, self.plan.max_total_tokens - self._token_count())
+        return "", self.run.chat.params(attrs.evolve(params, max_tokens=most))
 
-    async def _sampled(self, prompt: np.ndarray, params: SamplingParams) -> Sample:
-        began = time.monotonic()
+    async def _sample(self, prompt: np.ndarray, params: SamplingParams) -> Sample:
+        began, requests = time.monotonic(), self.run.requests
         try:
-            async with asyncio.timeout(self._left()):
+            async with asyncio.timeout(self.time_left()):
                 sample = None
-                if self._start is not None and not self._turns:
-                    sample = await self._start.sample(prompt, params, self._member, self._left)
+                if self._first_turns is not None and not self.turns:
+                    sample = await self._first_turns.sample(prompt, params, self._member, self.time_left)
                 if sample is None:
-                    where = (self._shared.plan.seed, self._shared.step, self._group, self._member, len(self._turns))
-                    (sample,) = await self._shared.asker.sample(
-                        prompt, params, n=1, seed=sampling_seed(*where), pauses=self._pauses, left=self._left
+                    options = {"n": 1, "seed": sampling_seed(*self.draws, len(self.turns))}
+                    (sample,) = await requests.sample(
+                        prompt, params, **options, pauses=self.pauses, time_left=self.time_left
                     )
         except TimeoutError as error:
-            dead = self._shared.asker.dead(began, self._deadline)
-            if dead is not None:
-                raise SamplerFailed(dead) from error
-            if self._turns:
+            requests.check_alive(began, self.plan.deadline)
+            if self.turns:
                 raise Deadline from error
             raise Fault("sampler", error, kind="timeout") from error
         except DataError as error:
             raise Fault("sampler", error) from error
         finally:
-            self._shared.counters.add("time/sampler", time.monotonic() - began)
+            self.run.counters.add("time/sampler", time.monotonic() - began)
         return sample
 
-    def _trajectory(self, ended: str, messages: tuple[Mapping[str, object], ...]) -> Trajectory:
-        settings = self._settings
-        return Trajectory(
-            self._turns,
-            terminated=ended == "terminated",
-            truncated=ended != "terminated",
-            ended=ended,
-            env=self._task.name,
-            index=self._task.index,
-            seed=self._seed,
-            reduction=settings.reduction or "sum",
-            nonterminal_reward=settings.nonterminal_reward,
-            nonterminal_override=settings.nonterminal_override,
-            tags=self._answer | dict(self._shared.plan.tags),
-            messages=messages,
-        )
+    async def _close(self, env: Guarded) -> None:
+        """Close it even if the waiting is cancelled meanwhile; warn of the first that may have left something open."""
+        began, timeout = time.monotonic(), self.plan.close_timeout
+        try:
+            problem = await env.close(timeout=timeout)
+        except asyncio.CancelledError:
+            await env.close(timeout=timeout)  # which has begun, and is waited for
+            raise
+        self.run.counters.add("time/close", time.monotonic() - began)
+        name = f"env/{self.task.name}/close_failed"
+        if problem is not None and not self.run.counters.sums[name]:
+            text = f"environment {self.task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
+            _log.warning("%s; %s counts such environments", text[:SHORT], name)
+        self.count("close_failed", int(problem is not None))
 
 
-def rewarded(trajectory: Trajectory, member: int) -> Trajectory | Failure:
+def require_reward(trajectory: Trajectory, member: int) -> Trajectory | Failure:
     """Return the trajectory, or the failure that it is where no reward was given in all of it.
 
     The worth of such an episode is unknown; 0 would be made up.
@@ -352,49 +320,64 @@ def rewarded(trajectory: Trajectory, member: int) -> Trajectory | Failure:
     return Failure(trajectory.env, "no_reward", text, "step", len(trajectory.turns), member)
 
 
-async def scored(task: Task, members: Mapping[int, Trajectory], chat: Chat, *, timeout: float) -> dict[int, Trajectory]:
-    """Return the trajectories, with what ``task.score`` gives for their last actions added to their last rewards.
-
-    Raises:
-        EnvError: the scores are not one finite number per trajectory.
-        EnvTimeout: they did not come within ``timeout`` seconds.
-        Exception: whatever the function raised.
-    """
-    last = [trajectory.turns[-1] for trajectory in members.values()]
-    reads = [functools.partial(chat.action, prompt=turn.prompt) for turn in last]
-    actions = [await call(read, t.tokens, t.stop_reason, where="chat") for read, t in zip(reads, last, strict=True)]
-    rewards = await scores(task, actions, timeout=timeout)
-    return {
-        member: attrs.evolve(trajectory, turns=(*trajectory.turns[:-1], _with(turn, reward)))
-        for (member, trajectory), turn, reward in zip(members.items(), last, rewards, strict=True)
-    }
+def _read_cause(error: Exception) -> Exception | None:
+    """Return why an attempt failed that may be repeated."""
+    return error.error if isinstance(error, Fault) else None
 
 
-def _with(turn: Turn, reward: float | None) -> Turn:
-    """Return the turn with a reward added to its last one, or as its only one; None adds nothing."""
-    if reward is None:
-        return turn
-    if turn.rewards is None:
-        return attrs.evolve(turn, reward=turn.reward + reward)
-    last = turn.rewards[-1] if turn.rewards else 0.0
-    return attrs.evolve(turn, reward=0.0, rewards=(*turn.rewards[:-1], last + reward))
-
-
-async def _closed(env: Guarded, timeout: float) -> Exception | None:
-    """Wait until it is closed even if the waiting is cancelled meanwhile, which is raised afterwards."""
-    try:
-        return await env.close(timeout=timeout)
-    except asyncio.CancelledError:
-        await env.close(timeout=timeout)  # which has begun, and is waited for
-        raise
-
-
-def _last(observation: Observation) -> tuple[Mapping[str, object], ...]:
+def _read_messages(observation: Observation) -> Messages:
     """Return what the environment said after the last action, for people."""
     if isinstance(observation, str):
         return ({"role": "user", "content": observation},) if observation else ()
     return () if isinstance(observation, np.ndarray) else tuple(observation)
 
 
-def _messages(conversation: object) -> tuple[Mapping[str, object], ...]:
-    return tuple(dict(message) for message in getattr(conversation, "messages", ()))
+def describe_error(error: BaseException) -> str:
+    """Return the error's text with its notes, which say whose it is, shortened; and its place in the user's code."""
+    text = "; ".join([str(error), *getattr(error, "__notes__", ())])[:SHORT]
+    where = find_place(error)
+    return f"{text}; {where}" if where else text
+
+
+def find_place(error: BaseException) -> str:
+    """Return "at FILE:LINE in FUNCTION" of the innermost frame of the user's; else of a package; else "".
+
+    An error of rlkit's own that was made of another is where that one was.
+    """
+    cause: BaseException | None = error
+    packaged = ""
+    for _ in range(8):
+        if cause is None:
+            break
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            owner = _find_owner(frame.filename)
+            if owner == "user":
+                return f"at {_shorten(frame.filename)}:{frame.lineno} in {frame.name}"
+            if owner == "package" and not packaged:
+                packaged = f"at {_shorten(frame.filename)}:{frame.lineno} in {frame.name}"
+        cause = cause.__cause__
+    return packaged
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_owner(file: str) -> str:
+    """Return whose code a file is: "rlkit", "python", "package" or "user"."""
+    if file.startswith(("<frozen", "<attrs")):
+        return "python"
+    if file.startswith(str(PACKAGE) + os.sep):
+        return "rlkit"
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return "package"
+    names = ("stdlib", "platstdlib")
+    return "python" if file.startswith(tuple(sysconfig.get_path(name) + os.sep for name in names)) else "user"
+
+
+def _shorten(file: str) -> str:
+    """Return a path as its user knows it: relative to the working directory, or to the home."""
+    path = Path(file)
+    for folder, before in ((Path.cwd, Path()), (Path.home, Path("~"))):
+        try:
+            return str(before / path.relative_to(folder()))
+        except (ValueError, OSError, RuntimeError):  # not within it, or there is none
+            continue
+    return file

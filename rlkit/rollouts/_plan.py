@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import os
-import sysconfig
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,8 +11,7 @@ import numpy as np
 
 from rlkit import _check, _runtime
 from rlkit._check import checked
-from rlkit._runtime import PACKAGE
-from rlkit.envs.protocol import TaskSettings
+from rlkit.envs.protocol import REDUCTIONS, Reduction, TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
 from rlkit.trajectory import read_only
 from rlkit.types import SamplingParams
@@ -58,82 +52,6 @@ def _words(seed: int, *key: int) -> int:
     return int(state[0])
 
 
-SHORT = 500  # characters of a message that are kept
-
-
-class CannotGoOn(Exception):
-    """The rollout ends with ``error``, which is not the fault of one episode."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class Fault(Exception):
-    """Something that is not the policy's doing; ends an attempt."""
-
-    def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
-        super().__init__(str(error))
-        self.where = where
-        self.error = error
-        self.kind = type(error).__name__ if kind is None else kind
-
-
-class Deadline(Exception):
-    """The episode's time is over."""
-
-
-def described(error: BaseException) -> str:
-    """Return the error's text with its notes, which say whose it is, shortened; and its place in the user's code."""
-    text = "; ".join([str(error), *getattr(error, "__notes__", ())])[:SHORT]
-    where = place(error)
-    return f"{text}; {where}" if where else text
-
-
-def place(error: BaseException) -> str:
-    """Return "at FILE:LINE in FUNCTION" of the innermost frame of the user's; else of a package; else "".
-
-    An error of rlkit's own that was made of another is where that one was.
-    """
-    cause: BaseException | None = error
-    packaged = ""
-    for _ in range(8):
-        if cause is None:
-            break
-        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            whose = _whose(frame.filename)
-            if whose == "user":
-                return f"at {_short(frame.filename)}:{frame.lineno} in {frame.name}"
-            if whose == "package" and not packaged:
-                packaged = f"at {_short(frame.filename)}:{frame.lineno} in {frame.name}"
-        cause = cause.__cause__
-    return packaged
-
-
-@functools.lru_cache(maxsize=1024)
-def _whose(file: str) -> str:
-    """Return whose code a file is: "rlkit", "python", "package" or "user"."""
-    if file.startswith(("<frozen", "<attrs")):
-        return "python"
-    if file.startswith(str(PACKAGE) + os.sep):
-        return "rlkit"
-    if {"site-packages", "dist-packages"} & set(Path(file).parts):
-        return "package"
-    names = ("stdlib", "platstdlib")
-    return "python" if file.startswith(tuple(sysconfig.get_path(name) + os.sep for name in names)) else "user"
-
-
-def _short(file: str) -> str:
-    """Return a path as its user knows it: relative to the working directory, or to the home."""
-    path = Path(file)
-    for folder, before in ((Path.cwd, Path()), (Path.home, Path("~"))):
-        try:
-            return str(before / path.relative_to(folder()))
-        except (ValueError, OSError, RuntimeError):  # not within it, or there is none
-            continue
-    return file
-
-
 def _read_executor(value: Ray | str) -> Ray | str:
     """Return an executor, made of its name where that is given."""
     if isinstance(value, str) and value == "threads":
@@ -153,15 +71,16 @@ def _listed(value: object) -> object:
 
 
 @attrs.frozen(kw_only=True)
-class Plan:
+class Plan(TaskSettings):
     """How episodes are played.
 
-    A task's own ``settings`` override what is said here.
+    A task's own ``settings`` override what a ``TaskSettings`` says here.
 
     Args:
         n: episodes per task, >= 1: a group.
         min_n: a group that lost episodes to failures is kept from this many on, in [1, n]; None: 2, or 1 where n is.
         params: how each turn is sampled; ``params.max_tokens`` is per turn.
+        temperature, max_tokens: in place of those of ``params``; None: those.
         chat: how observations become prompts; None: ``rlkit.chat.Chat`` with the sampler's tokenizer.
         seed: >= 0, of environments and sampling.
         max_turns: per episode, >= 1; None: as many as there is room for.
@@ -194,23 +113,19 @@ class Plan:
         ConfigError: naming the field.
         MissingPackageError: ``executor`` is "ray", which is not installed.
 
-    >>> Plan(n=4, max_turns=3).settings.n
-    4
+    >>> Plan(n=4, max_tokens=100).turn_params.max_tokens
+    100
     """
 
     n: int = checked(8, _check.integer, low=1)
-    min_n: int | None = checked(None, _check.integer, none=True, low=1)
+    max_turns: int | None = checked(16, _check.integer, none=True, low=1)
+    deadline: float = checked(1800.0, _check.real, above=0.0, why="seconds")
+    reduction: Reduction = checked("sum", _check.choice, options=REDUCTIONS)
     params: SamplingParams = attrs.field(factory=SamplingParams)
     chat: Chat | None = None
     seed: int = checked(0, _check.integer, low=0)
-    max_turns: int | None = checked(16, _check.integer, none=True, low=1)
-    max_total_tokens: int | None = checked(None, _check.integer, none=True, low=1)
     max_length: int | None = checked(None, _check.integer, none=True, low=2)
-    reduction: str = "sum"
-    nonterminal_reward: float | None = None
-    nonterminal_override: float | None = None
     concurrency: int = checked(128, _check.integer, low=1)
-    deadline: float = checked(1800.0, _check.real, above=0.0, why="seconds")
     call_timeout: float | None = checked(None, _check.real, none=True, above=0.0, why="seconds")
     close_timeout: float = checked(5.0, _check.real, above=0.0, why="seconds")
     executor: Ray | str = attrs.field(default="threads", converter=_read_executor)
@@ -222,7 +137,7 @@ class Plan:
     progress: bool | None = checked(None, _check.flag, none=True)
 
     def __attrs_post_init__(self) -> None:
-        _check.optional(_check.integer, "Plan.min_n", self.min_n, high=self.n, why="of n episodes")
+        super().__attrs_post_init__()
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
             raise ConfigError("Plan.chat", f"got {_check.describe(self.chat)}", "an rlkit.chat.Chat")
@@ -232,7 +147,6 @@ class Plan:
         self._check_retry()
         if self.progress and importlib.util.find_spec("rich") is None:
             raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_runtime.command('rollouts')}")
-        _ = self.settings  # the rest is checked there
 
     def _check_retry(self) -> None:
         expected = "a tuple of exception classes"
@@ -241,19 +155,10 @@ class Plan:
             _check.require(isinstance(kind, type) and issubclass(kind, Exception), f"Plan.retry[{i}]", kind, expected)
 
     @property
-    def settings(self) -> TaskSettings:
-        """Return what a task may override, in the form of a task's settings; ``min_n`` depends on the task's n."""
-        return TaskSettings(
-            n=self.n,
-            temperature=self.params.temperature,
-            max_tokens=self.params.max_tokens,
-            max_turns=self.max_turns,
-            max_total_tokens=self.max_total_tokens,
-            deadline=self.deadline,
-            reduction=self.reduction,  # type: ignore[arg-type]
-            nonterminal_reward=self.nonterminal_reward,
-            nonterminal_override=self.nonterminal_override,
-        )
+    def turn_params(self) -> SamplingParams:
+        """How a turn is sampled that has room for all of its tokens."""
+        temperature = self.params.temperature if self.temperature is None else self.temperature
+        return attrs.evolve(self.params, temperature=temperature, max_tokens=self.max_tokens or self.params.max_tokens)
 
     def with_options(self, **options: Any) -> Plan:
         """Return a copy with these fields replaced.

@@ -20,7 +20,8 @@ from rlkit.envs.calling import Guarded, call
 from rlkit.envs.protocol import Action, Env, Harness, Observation, StepResult, Task
 from rlkit.errors import BackendTimeout, ConfigError, EnvError, EnvLost, RlkitError
 from rlkit.futures import join_all, wait_done
-from rlkit.rollouts._plan import CannotGoOn, place
+from rlkit.rollouts._episode import find_place
+from rlkit.rollouts._requests import RolloutFailed
 
 if TYPE_CHECKING:
     from rlkit.rollouts._plan import Plan
@@ -257,7 +258,7 @@ class _Environments:
         if env.plays:
             why = "a harness runs its agent against an endpoint in the sampling process"
             what = "is a harness, but executor is Ray(...)"
-            raise CannotGoOn(ConfigError(f"environment {name!r}", what, 'executor="threads"', why))
+            raise RolloutFailed(ConfigError(f"environment {name!r}", what, 'executor="threads"', why))
 
     async def _run(self, key: int, work: Coroutine[object, object, Any]) -> Any:
         """Run a call that ``close`` can cancel."""
@@ -278,7 +279,7 @@ def _make_sendable(error: Exception) -> Exception:
     """
     from ray import cloudpickle
 
-    where = place(error)
+    where = find_place(error)
     try:
         cloudpickle.dumps(error)
         if str(copy.deepcopy(error)) != str(error):  # by the protocol of pickle, from nothing that was sent

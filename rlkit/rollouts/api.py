@@ -7,28 +7,27 @@ is complete.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import functools
 import inspect
 import logging
 import math
-import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
-from rlkit.envs.calling import call
-from rlkit.envs.protocol import Task, TaskSettings
+from rlkit.envs.calling import CallLimit, call, scores
+from rlkit.envs.protocol import Task
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
-from rlkit.rollouts._asking import Asker, Counters, Lanes, Start
-from rlkit.rollouts._episode import HARNESS_PLAYER, Episode, HarnessPlayer, Shared, rewarded, scored
-from rlkit.rollouts._plan import CannotGoOn, Plan, described, pauses, start_seed
-from rlkit.trajectory import Failure, Group, Trajectory
+from rlkit.rollouts._counters import Counters, Progress
+from rlkit.rollouts._episode import Episode, Run, describe_error, require_reward
+from rlkit.rollouts._plan import Plan, pauses, start_seed
+from rlkit.rollouts._requests import FirstTurns, Requests, RolloutFailed
+from rlkit.trajectory import Failure, Group, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rlkit.chat import Chat
@@ -56,7 +55,7 @@ class Rollouts(list[Group]):
         mine, theirs = self._counters, getattr(other, "_counters", None)
         if mine is None or theirs is None:
             return super().__add__(other)
-        both = mine.together(theirs)
+        both = mine.merge(theirs)
         seconds = self.metrics.get("time/rollout", 0.0) + other.metrics.get("time/rollout", 0.0)
         return Rollouts([*self, *other], both.metrics() | {"time/rollout": seconds}, both)
 
@@ -75,11 +74,11 @@ def stream(sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None 
     Leaving the loop early favours short episodes: what is complete first is not a fair sample of what was begun.
     """
     _check.integer("step", step, low=0)
-    plan = planned(plan, options)
+    plan = read_plan(plan, options)
     if not isinstance(sampler, Sampler):
         what = f"got {_check.describe(sampler)}"
         raise ConfigError("sampler", what, "a sampler", "policy.sampler().result(), not the policy")
-    return Stream(sampler, listed(tasks), plan, step)
+    return Stream(sampler, read_tasks(tasks), plan, step)
 
 
 async def rollout(
@@ -147,15 +146,14 @@ _START = 2**31  # the member's number where a whole group is meant
 
 
 @attrs.define(eq=False)
-class _Gathering:
+class _PendingGroup:
     """A group on its way."""
 
     number: int
     task: Task
-    settings: TaskSettings
-    start: Start | None
-    wanted: int  # how many trajectories make it worth keeping
-    open: int  # members that have not ended
+    plan: Plan  # with the task's settings
+    first_turns: FirstTurns | None
+    running: int  # members that have not ended
     trajectories: dict[int, Trajectory] = attrs.field(factory=dict)
     failures: list[Failure] = attrs.field(factory=list)
 
@@ -168,6 +166,9 @@ class _Gathering:
             number=self.number,
             step=step,
         )
+
+    def is_large_enough(self) -> bool:
+        return len(self.trajectories) >= min(self.plan.n, 2 if self.plan.min_n is None else self.plan.min_n)
 
 
 class Stream:
@@ -182,18 +183,14 @@ class Stream:
             raise ConfigError("Plan.share", f"is {plan.share}", "1.0", "the number of tasks is unknown")
         self.counters = Counters()
         self._tasks, self._plan, self._step, self._sampler = tasks, plan, step, sampler
-        self._groups = self._play()
-        self._ready: asyncio.Queue[Group | None]
-        self._shared: Shared
-        self._player: HarnessPlayer | None = None
-        self._slots: asyncio.Semaphore
-        self._room: asyncio.Semaphore
-        self._gatherings: dict[int, _Gathering] = {}
+        self._total = sum(task.settings.n or plan.n for task in tasks) if isinstance(tasks, Sequence) else None
+        self._stop_after = math.inf if plan.share == 1.0 else math.ceil(plan.share * (self._total or 0))
+        self._finished = self._kept = 0
+        self._pending: dict[int, _PendingGroup] = {}
         self._members: set[asyncio.Task[None]] = set()
-        self._ended, self._enough, self._kept = 0, math.inf, 0
-        self._failed: list[Failure] = []
-        self._cause: Exception | None = None
-        self._told: set[tuple[str, str]] = set()  # a warning for each kind of failure
+        self._failures: list[Failure] = []
+        self._cause: Exception | None = None  # of the first of them
+        self._groups = self._play()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -221,16 +218,15 @@ class Stream:
         Raises:
             BackendError: the sampler failed, or no group was left at all.
         """
-        plan = self._plan
-        self._ready = asyncio.Queue()
+        plan, computing = self._plan, CallLimit(2, 0.25)
+        self._ready: asyncio.Queue[Group | None] = asyncio.Queue()
         self._slots = asyncio.Semaphore(plan.concurrency)
         self._room = asyncio.Semaphore(2 * plan.concurrency)  # groups that were not taken yet
-        computing, playing = Lanes(2, 0.25), Lanes(8, 0.02)
-        asker = Asker(self._sampler, plan, self.counters, computing)
-        chat = await call(self._chat, where="chat")  # in a thread: it may import and compile
-        self._shared = Shared(plan, self._step, chat, asker, self.counters, self._find_player, computing, playing)
+        requests = Requests(self._sampler, plan, self.counters, computing)
+        chat = await call(self._make_chat, where="chat")  # in a thread: it may import and compile
+        self._run = Run(plan, self._step, chat, requests, self.counters, computing, playing=CallLimit(8, 0.02))
         self.counters.mean("sampler/version", self._sampler.version)
-        with Progress(self._total(), plan.progress) as self._progress:
+        with Progress(self._total, plan.progress) as self._progress:
             supervisor = asyncio.create_task(self._supervise())
             supervisor.add_done_callback(lambda _: self._ready.put_nowait(None))
             try:
@@ -246,74 +242,54 @@ class Stream:
                 await asyncio.wait([supervisor])
                 if not supervisor.cancelled():
                     supervisor.exception()  # whoever reads on has been told
-                if self._player is not None:
-                    await self._player.close()
+                if self._run.agents is not None:
+                    await self._run.agents.close()
 
-    def _chat(self) -> Chat:
+    def _make_chat(self) -> Chat:
         if self._plan.chat is not None:
             return self._plan.chat
         from rlkit.chat import Chat
 
         return Chat(self._sampler.tokenizer)
 
-    def _find_player(self) -> HarnessPlayer:
-        """Return what plays the episodes of harnesses, made for the first of them."""
-        if self._player is None:
-            shared = self._shared
-            self._player = resolve_name(HARNESS_PLAYER)(shared.chat, shared.plan, shared.asker, shared.counters)
-        return self._player
-
-    def _total(self) -> int | None:
-        if not isinstance(self._tasks, Sequence):
-            return None
-        return sum(task.settings.over(self._plan.settings).n or 1 for task in self._tasks)
-
     async def _supervise(self) -> None:
-        if self._plan.share < 1.0:
-            self._enough = math.ceil(self._plan.share * (self._total() or 0))
+        executor, tasks = self._plan.executor, self._tasks
         try:
-            executor, tasks = self._plan.executor, self._tasks
             placed = nullcontext(tasks) if isinstance(executor, str) else executor.place(self._plan, tasks)
             async with placed as tasks, asyncio.TaskGroup() as members:
                 for number, task in enumerate(tasks):
                     await self._room.acquire()
-                    await self._launch(members, number, task)
+                    await self._begin_group(members, number, task)
         finally:
-            for gathering in self._gatherings.values():
-                if gathering.start is not None:
-                    gathering.start.give_up()
-        for gathering in list(self._gatherings.values()):  # those cut short by share
-            await self._complete(gathering)
-        if not self._kept and self._failed:
+            for pending in self._pending.values():
+                if pending.first_turns is not None:
+                    pending.first_turns.give_up()
+        for pending in list(self._pending.values()):  # those cut short by share
+            await self._finish_group(pending)
+        if not self._kept and self._failures:
             raise self._nothing_left() from self._cause
 
-    async def _launch(self, members: asyncio.TaskGroup, number: int, task: Task) -> None:
+    async def _begin_group(self, members: asyncio.TaskGroup, number: int, task: Task) -> None:
         """Start a group's members as slots become free; none any more once enough episodes have ended."""
-        plan = self._plan
-        settings = task.settings.over(plan.settings)
-        n = settings.n or 1
-        start = None
-        if plan.shared_start and n > 1:
-            where = (plan.seed, self._step, number)
-            start = Start(self._shared.asker, n, start_seed(*where), pauses(*where, _START))
-        least = 2 if plan.min_n is None else plan.min_n
-        least = min(n, least if settings.min_n is None else settings.min_n)
-        gathering = _Gathering(number, task, settings, start, least, n)
-        self._gatherings[number] = gathering
-        for member in range(n):
+        plan = task.settings.over(self._plan)
+        first_turns = None
+        if plan.shared_start and plan.n > 1:
+            place = (plan.seed, self._step, number)
+            first_turns = FirstTurns(self._run.requests, plan.n, start_seed(*place), pauses(*place, _START))
+        pending = self._pending[number] = _PendingGroup(number, task, plan, first_turns, plan.n)
+        for member in range(plan.n):
             await self._slots.acquire()
-            if self._ended >= self._enough:
+            if self._finished >= self._stop_after:
                 self._slots.release()
-                self.counters.add(f"env/{task.name}/abandoned", n - member)
+                self.counters.add(f"env/{task.name}/abandoned", plan.n - member)
                 return
-            playing = members.create_task(self._member(gathering, member))
+            playing = members.create_task(self._play_member(pending, member))
             self._members.add(playing)
             playing.add_done_callback(self._members.discard)
 
-    async def _member(self, gathering: _Gathering, member: int) -> None:
-        """Play one member."""
-        task, number, start = gathering.task, gathering.number, gathering.start
-        episode = Episode(self._shared, task, gathering.settings, number, member, start)
+    async def _play_member(self, pending: _PendingGroup, member: int) -> None:
+        task = pending.task
+        episode = Episode(self._run, task, pending.plan, pending.number, member, pending.first_turns)
         try:
             outcome = await episode.play()
         except BaseException:
@@ -322,119 +298,110 @@ class Stream:
         finally:
             self._slots.release()
         if isinstance(outcome, Failure):
-            self._fail(gathering, outcome, episode.error)
+            self._add_failure(pending, outcome, episode.error)
         else:
-            gathering.trajectories[member] = outcome
+            pending.trajectories[member] = outcome
             if task.score is None:
                 self.counters.trajectory(outcome)
-        self._ended += 1
-        last = self._ended == self._enough
-        self._progress.episode(failed=len(self._failed))
-        gathering.open -= 1
-        if gathering.open == 0:
-            await self._complete(gathering)
+        self._finished += 1
+        last = self._finished == self._stop_after
+        self._progress.episode(failed=len(self._failures))
+        pending.running -= 1
+        if pending.running == 0:
+            await self._finish_group(pending)
         if last:  # cancelled once: a member that is closing its environment is left to it
             for playing in self._members - {asyncio.current_task()}:
                 playing.cancel()
 
-    def _fail(self, gathering: _Gathering, failure: Failure, error: Exception | None) -> None:
+    def _add_failure(self, pending: _PendingGroup, failure: Failure, error: Exception | None) -> None:
         self.counters.failure(failure)
-        if (failure.env, failure.kind) not in self._told:
-            self._told.add((failure.env, failure.kind))
+        if self.counters.sums[f"env/{failure.env}/failed/{failure.kind}"] == 1:
             text = "%s: an episode failed in %s, %s: %s; env/%s/failed counts them"
             _log.warning(text, failure.env, failure.where, failure.kind, failure.message, failure.env)
-        gathering.failures.append(failure)
-        self._failed.append(failure)
+        pending.failures.append(failure)
+        self._failures.append(failure)
         self._cause = self._cause or error
 
-    async def _score(self, gathering: _Gathering) -> None:
+    async def _score(self, pending: _PendingGroup) -> None:
         """Score a group's episodes together; if that cannot be done, all of them have failed."""
-        task = gathering.task
-        seconds = (gathering.settings.deadline or self._plan.deadline) / 2
-        timeout = seconds if self._plan.call_timeout is None else self._plan.call_timeout
+        task, plan = pending.task, pending.plan
+        timeout = plan.deadline / 2 if plan.call_timeout is None else plan.call_timeout
         try:
-            members = dict(sorted(gathering.trajectories.items()))
-            gathering.trajectories = await scored(task, members, self._shared.chat, timeout=timeout)
+            members = dict(sorted(pending.trajectories.items()))
+            pending.trajectories = await _add_scores(task, members, self._run.chat, timeout=timeout)
         except Exception as error:  # noqa: BLE001  # the score is the environment's, and so are its faults
             kind = "timeout" if isinstance(error, EnvTimeout) else type(error).__name__
-            for member, trajectory in gathering.trajectories.items():
+            for member, trajectory in pending.trajectories.items():
                 turns = len(trajectory.turns)
-                self._fail(gathering, Failure(task.name, kind, described(error), "score", turns, member), error)
-            gathering.trajectories = {}
-        for member, trajectory in list(gathering.trajectories.items()):
-            outcome = rewarded(trajectory, member)
+                failure = Failure(task.name, kind, describe_error(error), "score", turns, member)
+                self._add_failure(pending, failure, error)
+            pending.trajectories = {}
+        for member, trajectory in list(pending.trajectories.items()):
+            outcome = require_reward(trajectory, member)
             if isinstance(outcome, Failure):
-                self._fail(gathering, outcome, None)
-                del gathering.trajectories[member]
+                self._add_failure(pending, outcome, None)
+                del pending.trajectories[member]
             else:
                 self.counters.trajectory(trajectory)
 
-    async def _complete(self, gathering: _Gathering) -> None:
+    async def _finish_group(self, pending: _PendingGroup) -> None:
         """Hand a group over, if enough of it is there."""
-        if gathering.task.score is not None:
-            await self._score(gathering)
-        del self._gatherings[gathering.number]
-        group = gathering.group(self._step)
-        enough = len(group) >= gathering.wanted
-        self.counters.group(group, kept=enough)
-        if enough:
+        if pending.task.score is not None:
+            await self._score(pending)
+        del self._pending[pending.number]
+        group, kept = pending.group(self._step), pending.is_large_enough()
+        self.counters.group(group, kept=kept)
+        if kept:
             self._kept += 1
             self._ready.put_nowait(group)
         else:
             self._room.release()
 
     def _nothing_left(self) -> BackendError:
-        kinds = [f"{failure.kind} in {failure.where}" for failure in self._failed]
+        kinds = [f"{failure.kind} in {failure.where}" for failure in self._failures]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        first = self._failed[0].message
+        first = self._failures[0].message
         text = f"rollout: no group is left; {len(kinds)} episodes failed: {counts}; the first error: {first}"
-        asked = all(failure.kind == "timeout" and failure.where == "sampler" for failure in self._failed)
+        asked = all(failure.kind == "timeout" and failure.where == "sampler" for failure in self._failures)
         return BackendTimeout(text) if asked else BackendError(text)
 
 
 def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return why the rollout cannot go on, as it was raised; a single error as it is; else all."""
-    leaf: BaseException = failed.subgroup(CannotGoOn) or failed
+    """Return why the rollout ends, as it was raised; a single error as it is; else all."""
+    leaf: BaseException = failed.subgroup(RolloutFailed) or failed
     while isinstance(leaf, BaseExceptionGroup) and (leaf is not failed or len(failed.exceptions) == 1):
         leaf = leaf.exceptions[0]
-    return leaf.error if isinstance(leaf, CannotGoOn) else leaf
+    return leaf.error if isinstance(leaf, RolloutFailed) else leaf
 
 
-class Progress:
-    """A bar of rich that counts episodes, where stderr is a terminal and it is wanted.
+async def _add_scores(
+    task: Task, members: Mapping[int, Trajectory], chat: Chat, *, timeout: float
+) -> dict[int, Trajectory]:
+    """Return the trajectories, with what ``task.score`` gives for their last actions added to their last rewards.
 
-    Args:
-        total: episodes, or None where that is unknown.
-        wanted: None: if rich is installed.
+    Raises:
+        EnvError: the scores are not one finite number per trajectory.
+        EnvTimeout: they did not come within ``timeout`` seconds.
+        Exception: whatever the function raised.
     """
+    last = [trajectory.turns[-1] for trajectory in members.values()]
+    reads = [functools.partial(chat.action, prompt=turn.prompt) for turn in last]
+    actions = [await call(read, t.tokens, t.stop_reason, where="chat") for read, t in zip(reads, last, strict=True)]
+    rewards = await scores(task, actions, timeout=timeout)
+    return {
+        member: attrs.evolve(trajectory, turns=(*trajectory.turns[:-1], _add_reward(turn, reward)))
+        for (member, trajectory), turn, reward in zip(members.items(), last, rewards, strict=True)
+    }
 
-    def __init__(self, total: int | None, wanted: bool | None) -> None:
-        self._bar: Any = None
-        if wanted is None:
-            wanted = importlib.util.find_spec("rich") is not None
-        if wanted and sys.stderr is not None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("episodes", total=total)
-
-    def episode(self, *, failed: int) -> None:
-        """Count one more that has ended."""
-        if self._bar is not None:
-            text = f"episodes ({failed} failed)" if failed else "episodes"
-            self._bar.update(self._task, advance=1, description=text)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+def _add_reward(turn: Turn, reward: float | None) -> Turn:
+    """Return the turn with a reward added to its last one, or as its only one; None adds nothing."""
+    if reward is None:
+        return turn
+    if turn.rewards is None:
+        return attrs.evolve(turn, reward=turn.reward + reward)
+    last = turn.rewards[-1] if turn.rewards else 0.0
+    return attrs.evolve(turn, reward=0.0, rewards=(*turn.rewards[:-1], last + reward))
 
 
 def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
@@ -473,7 +440,7 @@ def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
     return result[0]
 
 
-def planned(plan: Plan | None, options: Mapping[str, object], caller: Callable[..., object] = rollout) -> Plan:
+def read_plan(plan: Plan | None, options: Mapping[str, object], caller: Callable[..., object] = rollout) -> Plan:
     """Return the plan with ``options`` in it, which ``caller`` was given besides its own."""
     _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
     own = [p.name for p in inspect.signature(caller).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -481,7 +448,7 @@ def planned(plan: Plan | None, options: Mapping[str, object], caller: Callable[.
     return (Plan() if plan is None else plan).with_options(**options)
 
 
-def listed(tasks: object) -> Iterable[Task]:
+def read_tasks(tasks: object) -> Iterable[Task]:
     """Return what a user gave as tasks: a list where its length is known, else an iterator."""
     if isinstance(tasks, Task) or callable(tasks):
         tasks = [tasks]

@@ -345,5 +345,5 @@ def test_no_step_is_left(policy):
 def test_an_option_of_sampling_is_named(policy):
     with pytest.raises(rlkit.ConfigError, match="^async_rollouts: no option 'inflight'; did you mean 'in_flight'"):
         async_rollouts(policy, TASKS, size=2, inflight=True)
-    with pytest.raises(rlkit.ConfigError, match="no option 'max_tokens'"):
-        rollout_sync(None, TASKS, max_tokens=3)
+    with pytest.raises(rlkit.ConfigError, match="no option 'top_p'"):
+        rollout_sync(None, TASKS, top_p=0.9)

@@ -15,7 +15,7 @@ import pytest
 import rlkit
 from rlkit import BackendError, BackendTimeout, ConfigError, EnvBusy, Future, SamplingParams
 from rlkit.envs import StepResult, Task, Tasks, TaskSettings
-from rlkit.rollouts import Plan, _asking, rollout, rollout_sync, stream
+from rlkit.rollouts import Plan, _requests, rollout, rollout_sync, stream
 from tests.each import for_each
 from tests.rollouts.parts import Counted, CountedAsync, RandomSampler, all_closed, reset_counts
 from tests.without import printed
@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=6)
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(_asking, "PAUSE", 0.01)
+    monkeypatch.setattr(_requests, "PAUSE", 0.01)
 
 
 def run(tasks, sampler=None, **options):
@@ -616,7 +616,7 @@ def test_global_random_state_is_left_alone():
 @for_each(
     ("options", "message"),
     [
-        ({"m": 3}, "no option 'm'. There are: n, min_n"),
+        ({"m": 3}, "no option 'm'. There are: min_n, temperature"),
         ({"deadlin": 3}, "did you mean 'deadline'"),
         ({"n": 0}, r"Plan\.n"),
         ({"n": 2, "min_n": 3}, r"Plan\.min_n"),
