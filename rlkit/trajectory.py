@@ -461,17 +461,17 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
         inputs.setdefault("weights", 1.0)
     forms = {name: _per_token(name, value, turns) for name, value in inputs.items()}
     if weighted:
-        forms["weights"] = _times(forms["weights"], turns)
-    runs = _runs(turns)
+        forms["weights"] = _scale_by_turn(forms["weights"], turns)
+    runs = _group_turns(turns)
     if len(runs) > 1 and split == "raise":
         raise DataError(
             f"datums: turn {runs[1][0]} {_difference(turns, runs[1][0])}, so this trajectory needs"
             f' {len(runs)} datums, and losses on sequences would see parts; split="allow" accepts that'
         )
-    return [_merged([turns[i] for i in run], run, forms) for run in runs]
+    return [_merge_turns([turns[i] for i in run], run, forms) for run in runs]
 
 
-def _runs(turns: Sequence[Turn]) -> list[list[int]]:
+def _group_turns(turns: Sequence[Turn]) -> list[list[int]]:
     """Return indices of turns, cut where one cannot share a datum with the one before; each run ends with a token."""
     runs: list[list[int]] = []
     for i, turn in enumerate(turns):
@@ -516,7 +516,9 @@ def _difference(turns: Sequence[Turn], index: int) -> str:
     return f"was drawn with {what}"
 
 
-def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]) -> Datum:
+def _merge_turns(
+    turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]
+) -> Datum:
     last = turns[-1]
     tokens = np.concatenate([last.prompt, last.tokens])
     mask = np.zeros(tokens.size, bool)
@@ -560,7 +562,7 @@ def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | 
     return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
 
 
-def _times(weights: np.ndarray | list[np.ndarray], turns: Sequence[Turn]) -> list[np.ndarray]:
+def _scale_by_turn(weights: np.ndarray | list[np.ndarray], turns: Sequence[Turn]) -> list[np.ndarray]:
     """Return the weights, one for all or one array [n_i] per turn, times those of the turns."""
     parts = weights if isinstance(weights, list) else [np.full(turn.tokens.size, weights) for turn in turns]
     return [part * turn.weight for part, turn in zip(parts, turns, strict=True)]

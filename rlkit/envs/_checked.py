@@ -19,13 +19,13 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return ``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
     text = _SHORT.repr(value)
     return text if value is None else f"{text} ({type(value).__name__})"
 
 
-def first_observation(value: object, *, where: str, max_chars: int) -> Observation:
+def check_first_observation(value: object, *, where: str, max_chars: int) -> Observation:
     """Check what ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
         value = value[0]
@@ -55,11 +55,11 @@ def observation(value: object, *, where: str, max_chars: int) -> Observation:
         _check_size(where, tokens.size, max_chars, "tokens")
         return tokens
     if not _listed(value):
-        raise EnvError(where, f"got {shown(value)}", _FORMS)
+        raise EnvError(where, f"got {describe_value(value)}", _FORMS)
     return _copy_messages(value, where, max_chars)
 
 
-def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
+def check_step_result(value: object, *, where: str, max_chars: int) -> StepResult:
     """Return ``value``, a StepResult or the five values of gymnasium, with every part in its proper form."""
     if isinstance(value, tuple) and len(value) == 5:
         try:
@@ -67,12 +67,12 @@ def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
         except DataError as error:
             raise EnvError(f"{where}: {str(error).removeprefix('StepResult.')}") from None
     if not isinstance(value, StepResult):
-        raise EnvError(where, f"got {shown(value)}", "a StepResult")
+        raise EnvError(where, f"got {describe_value(value)}", "a StepResult")
     terminated = _check.flag(f"{where}: terminated", value.terminated, error=EnvError)
     truncated = _check.flag(f"{where}: truncated", value.truncated, error=EnvError)
     info = {} if value.info is None else value.info
     if not isinstance(info, Mapping):
-        raise EnvError(f"{where}: info", f"got {shown(info)}", "a mapping")
+        raise EnvError(f"{where}: info", f"got {describe_value(info)}", "a mapping")
     last = "" if (terminated or truncated) and value.observation is None else value.observation
     total, several = _rewards(value, where)
     return StepResult(
@@ -91,10 +91,10 @@ def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | 
     if listed is None:
         return (0.0, ()) if value.reward is None else (reward(value.reward, where=where), None)
     if isinstance(listed, (str, bytes, Mapping)) or not hasattr(listed, "__iter__"):
-        raise EnvError(f"{where}: rewards", f"got {shown(listed)}", "a sequence of numbers")
+        raise EnvError(f"{where}: rewards", f"got {describe_value(listed)}", "a sequence of numbers")
     several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(listed) if x is not None)
     if value.reward not in (None, 0.0) and not np.isclose(reward(value.reward, where=where), sum(several)):
-        what = f"is {shown(value.reward)}, but the sum of rewards is {sum(several):g}"
+        what = f"is {describe_value(value.reward)}, but the sum of rewards is {sum(several):g}"
         raise EnvError(f"{where}: reward", what, "their sum", "give only rewards")
     return float(sum(several)), several
 
@@ -117,7 +117,7 @@ def _copy_messages(values: Sequence[object], where: str, max_chars: int) -> tupl
     for i, value in enumerate(values):
         place, pieces = f"{where}[{i}]", []
         if not isinstance(value, Mapping):
-            raise EnvError(place, f"got {shown(value)}", "a message", "the others are messages")
+            raise EnvError(place, f"got {describe_value(value)}", "a message", "the others are messages")
         _check.depth(place, value, error=EnvError)
         try:
             for piece in _JSON.iterencode(value):  # in pieces: what is held many times would not end
@@ -128,11 +128,13 @@ def _copy_messages(values: Sequence[object], where: str, max_chars: int) -> tupl
             raise EnvError(place, f"is not JSON ({error})", "text, numbers, lists and mappings") from error
         message = json.loads(_check_text("".join(pieces), place))
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise EnvError(f"{place}['role']", f"got {shown(message.get('role'))}", "a role's name")
+            raise EnvError(f"{place}['role']", f"got {describe_value(message.get('role'))}", "a role's name")
         if "content" not in message and "tool_calls" not in message:
             raise EnvError(place, f"has the keys {sorted(message)}", "role and content")
         if not isinstance(message.get("content"), (str, list, type(None))):
-            raise EnvError(f"{place}['content']", f"got {shown(message['content'])}", "text or a list of parts")
+            raise EnvError(
+                f"{place}['content']", f"got {describe_value(message['content'])}", "text or a list of parts"
+            )
         copies.append(message)
     return tuple(copies)
 
@@ -143,7 +145,7 @@ def _convert(value: object) -> object:
         return dict(value)
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
-    raise TypeError(f"got {shown(value)}")
+    raise TypeError(f"got {describe_value(value)}")
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, default=_convert)

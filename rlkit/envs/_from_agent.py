@@ -16,7 +16,7 @@ import attrs
 from rlkit import _check
 from rlkit._files import plain
 from rlkit._process import Program, ProgramResult, bypass_proxies, describe_command
-from rlkit.envs._prompts import named, noted, rows_of
+from rlkit.envs._prompts import name_of, note_errors, read_rows
 from rlkit.envs.calling import Call, call
 from rlkit.envs.protocol import Credit, Harness, Message, StepResult, Tasks, TaskSettings, check_credit
 from rlkit.errors import AgentError, ConfigError, DataError
@@ -25,38 +25,38 @@ from rlkit.futures import wait_done
 if TYPE_CHECKING:
     from rlkit.gateway import Session
 
-__all__ = ["Command", "CommandAgent", "FunctionAgent", "Scored", "agent", "messages_of"]
+__all__ = ["Command", "CommandAgent", "FunctionAgent", "ScoredTask", "agent", "messages_of"]
 
 _LAST = 400  # characters of stderr in a message
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
 @attrs.frozen
-class Scored:
+class ScoredTask:
     """A task, and the reward of the agent's result.
 
     Attributes:
         row: the task.
         reward: called with the result and the row.
-        told: whether the reward wants ``messages=`` too.
+        wants_messages: whether the reward wants ``messages=`` too.
         note: where an error of the reward was raised.
         credit: which branches are trained.
     """
 
     row: Mapping[str, object]
     reward: Callable[..., object]
-    told: bool
+    wants_messages: bool
     note: str
     credit: Credit
 
     async def result(self, result: object, session: Session) -> StepResult:
         """Return the episode's final step with its reward."""
-        more = {"messages": messages_of(session)} if self.told else {}
+        more = {"messages": messages_of(session)} if self.wants_messages else {}
 
         def score() -> object:
             return self.reward(result, self.row, **more)
 
-        with noted(self.note):
+        with note_errors(self.note):
             value = await call(score, where="reward")
         info = {"answer": self.row["answer"]} if "answer" in self.row else {}
         return StepResult("", cast("float | None", value), terminated=True, info=info)
@@ -73,7 +73,7 @@ class FunctionAgent:
     """An agent that is a function of the task and the session, plain or ``async``."""
 
     _run: Callable[..., object]
-    _scored: Scored
+    _scored: ScoredTask
 
     @property
     def credit(self) -> Credit:
@@ -123,7 +123,7 @@ class Command:
 class CommandAgent:
     """An agent that is its own program; its result is what it writes to stdout."""
 
-    def __init__(self, command: Command, scored: Scored) -> None:
+    def __init__(self, command: Command, scored: ScoredTask) -> None:
         self._command = command
         self._scored = scored
         self._program: Program | None = None
@@ -232,10 +232,10 @@ def agent(
     >>> len(tasks), tasks[0].name
     (1, 'agent')
     """
-    rows = rows_of(tasks, split, where="tasks", forms=_FORMS, function="rlkit.envs.agent")
+    rows = read_rows(tasks, split, where="tasks", forms=_FORMS, function="rlkit.envs.agent")
     for i in range(len(rows) if isinstance(rows, (list, tuple)) else 1):
         as_task(f"tasks[{i}]", rows[i])
-    told, note = _wants_messages(reward), f"in the reward {named(reward)} for"
+    wants_messages, note = _wants_messages(reward), f"in the reward {name_of(reward)} for"
     check_credit(credit)
     if callable(run):
         _check_unused(environment=environment, folder=folder)
@@ -243,7 +243,7 @@ def agent(
 
     def make(index: int) -> Harness:
         where = f"tasks[{index}]"
-        scored = Scored(as_task(where, rows[index]), reward, told, f"{note} {where}", credit)
+        scored = ScoredTask(as_task(where, rows[index]), reward, wants_messages, f"{note} {where}", credit)
         if command is not None:
             return CommandAgent(command, scored)
         return FunctionAgent(cast("Callable[..., object]", run), scored)
@@ -264,13 +264,13 @@ def _wants_messages(reward: object) -> bool:
     except ValueError:  # some built-in functions do not say
         return False
     parameters = signature.parameters.values()
-    told = any(p.name == "messages" or p.kind is p.VAR_KEYWORD for p in parameters)
+    wanted = any(p.name == "messages" or p.kind is p.VAR_KEYWORD for p in parameters)
     try:
-        signature.bind(None, None, **({"messages": ()} if told else {}))
+        signature.bind(None, None, **({"messages": ()} if wanted else {}))
     except TypeError as error:
-        what = f"{named(reward)} takes {signature}"
+        what = f"{name_of(reward)} takes {signature}"
         raise ConfigError("reward", what, "(result, task)", "and optionally messages, by name") from error
-    return told
+    return wanted
 
 
 def _check_unused(**options: object) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 import attrs
 
 from rlkit import _check
-from rlkit.envs._prompts import Rows, noted
+from rlkit.envs._prompts import Rows, note_errors
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings
 from rlkit.errors import DataError, EnvError
 
@@ -78,7 +78,7 @@ class _Prompt:
         return self._prompt
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        with noted(self._where):
+        with note_errors(self._where):
             value = None if self._reward is None else self._reward(action)  # None: the group's is to come
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
 
@@ -92,5 +92,5 @@ class _Prompt:
             raise EnvError(f"{self._where}: {str(error).removeprefix('StepResult.')}") from None
 
     async def _later(self, value: Awaitable[object]) -> StepResult:
-        with noted(self._where):
+        with note_errors(self._where):
             return self._result(await value)

@@ -18,7 +18,7 @@ import attrs
 from rlkit import _check, _orphans, _runtime
 from rlkit._process import describe_command, read_tail
 from rlkit.envs._adapters import function_schema, package
-from rlkit.envs._prompts import Row, Rows, noted
+from rlkit.envs._prompts import Row, Rows, note_errors
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout, RlkitError
 from rlkit.tools import ToolCall
@@ -115,7 +115,7 @@ class Connection:
                 if error.code in _codes():
                     raise
                 return f"error: {error.message}"
-        return told(result)
+        return result_text(result)
 
     async def close(self) -> None:
         """Leave the session, which ends a server that was started for it."""
@@ -149,12 +149,12 @@ class Connection:
             try:  # the SDK cancels the task that opened a connection, where it is lost; leaving it says why
                 await self._stack.aclose()
             except BaseException as cause:  # noqa: BLE001
-                raise self.in_our_terms(cause) from error
+                raise self.convert_error(cause) from error
             raise
         except Exception as error:
-            raise self.in_our_terms(error) from error
+            raise self.convert_error(error) from error
 
-    def in_our_terms(self, error: BaseException) -> EnvError:
+    def convert_error(self, error: BaseException) -> EnvError:
         """Return a fault that is not the policy's as EnvBusy, EnvTimeout or EnvError, with the server's last words."""
         cause = _innermost(error)
         where = self._server.where
@@ -202,15 +202,15 @@ def _group(log: TextIO) -> int | None:
     return int(first) if first.isdigit() else None
 
 
-def told(result: CallToolResult) -> str:
+def result_text(result: CallToolResult) -> str:
     """Return a tool's result as text: its texts, or else its structured content as JSON; errors are named so."""
-    text = "\n".join(_shown(block) for block in result.content)
+    text = "\n".join(_block_text(block) for block in result.content)
     if not text and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     return f"error: {text}" if result.is_error else text
 
 
-def _shown(block: ContentBlock) -> str:
+def _block_text(block: ContentBlock) -> str:
     if block.type == "text":
         return block.text
     if block.type == "resource":
@@ -317,7 +317,7 @@ def mcp(
 
     def make(index: int) -> _Env:
         row = rows[index]
-        return _Env(at(server(row.every) if callable(server) else server), row, reward, tools, turns)
+        return _Env(at(server(row.all_fields) if callable(server) else server), row, reward, tools, turns)
 
     return Tasks(make, len(rows), name=check_name("name", name), split=split, settings=settings)
 
@@ -377,8 +377,8 @@ class _Env:
     async def _scored(self, answer: str) -> object:
         offered = {"calls": tuple(self._calls), "client": self._open().client}
         fields = {
-            key: offered.get(key, value) if key not in self._row.every else value
+            key: offered.get(key, value) if key not in self._row.all_fields else value
             for key, value in self._row.fields.items()
         }
-        with noted(self._row.note):
+        with note_errors(self._row.note):
             return await awaited(self._reward, answer, **fields)

@@ -13,7 +13,7 @@ import attrs
 
 from rlkit import _check, _runtime
 from rlkit.envs import _adapters, calling
-from rlkit.envs._adapters import package, untitled
+from rlkit.envs._adapters import drop_titles, package
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, EnvTimeout
 
@@ -191,7 +191,7 @@ def openenv(
     where = f"rlkit.envs.openenv: {address}"
     described: tuple[_Json, str] = calling.wait(asyncio.to_thread, about, address, where, timeout=timeout, where=where)
     schema, own_name = described
-    form = _Form(schema, action, text, instructions)
+    form = _ActionFormat(schema, action, text, instructions)
 
     def make(index: int) -> _Env:
         extra = reset(index) if callable(reset) else reset
@@ -201,7 +201,7 @@ def openenv(
     return Tasks(make, size, name=check_name("name", name), split=split, seeds=seeds, settings=settings)
 
 
-class _Form:
+class _ActionFormat:
     """Actions and observations, in the policy's words and in the server's."""
 
     def __init__(
@@ -217,7 +217,7 @@ class _Form:
         self._text = text
         texts = [name for name, field in fields.items() if "string" in _types(field)]
         self._only = texts[0] if len(fields) == len(texts) == 1 else None
-        slim = {**cast("_Json", untitled(schema)), "properties": untitled(fields)}
+        slim = {**cast("_Json", drop_titles(schema)), "properties": drop_titles(fields)}
         self._schema = json.dumps({key: slim[key] for key in ("properties", "required", "$defs") if key in slim})
         if instructions is None and action is None and self._only is None:
             instructions = f"Answer with one JSON object that fits this schema:\n{self._schema}"
@@ -247,13 +247,13 @@ class _Form:
             raise ValueError("it contains no JSON object")  # noqa: TRY004  # it is the policy's text that is wrong
         return value
 
-    def refused(self, problem: str) -> str:
+    def refusal(self, problem: str) -> str:
         """Return the message to the policy about a turn that was not an action."""
         by_schema = self._given is None and not self._only
         expected = f"\nExpected: a JSON object that fits {self._schema}" if by_schema else ""
         return f"That was not a valid action: {problem}.{expected}"
 
-    def told(self, observation: _Json) -> Observation:
+    def observation_text(self, observation: _Json) -> Observation:
         """Return the message to the policy."""
         if self._text is not None:
             return self._text(observation)
@@ -273,24 +273,24 @@ class _Env:
     """One session."""
 
     _session: Session
-    _form: _Form
+    _format: _ActionFormat
     _extra: Mapping[str, object]
     _malformed: float
 
     async def reset(self, seed: int) -> Observation:
         await self._session.open()
         answer = await self._session.ask("reset", {"seed": seed, **self._extra})
-        first = self._form.told(cast("_Json", answer.get("observation") or {}))
-        if not self._form.instructions or not isinstance(first, str):
+        first = self._format.observation_text(cast("_Json", answer.get("observation") or {}))
+        if not self._format.instructions or not isinstance(first, str):
             return first
-        return f"{self._form.instructions}\n\n{first}"
+        return f"{self._format.instructions}\n\n{first}"
 
     async def step(self, action: Action) -> StepResult:
         try:
-            answer = await self._session.ask("step", self._form.action(action))
+            answer = await self._session.ask("step", self._format.action(action))
         except (ValueError, Refused) as error:
-            return StepResult(self._form.refused(str(error)), self._malformed, info={"malformed": 1})
-        told = self._form.told(cast("_Json", answer.get("observation") or {}))
+            return StepResult(self._format.refusal(str(error)), self._malformed, info={"malformed": 1})
+        told = self._format.observation_text(cast("_Json", answer.get("observation") or {}))
         reward = cast("float | None", answer.get("reward"))
         return StepResult(told, reward, terminated=answer.get("done") is True, info={"malformed": 0})
 

@@ -177,7 +177,7 @@ def _close() -> None:
 
 async def _size(place: _Place, split: str) -> int:
     """Return how many tasks the split has."""
-    with _in_our_terms(place.where):
+    with _convert_errors(place.where):
         environment = place.environment()
         splits = await environment.list_splits()
         if split not in splits:
@@ -203,7 +203,7 @@ class _Env:
     tools: list[dict[str, object]] = attrs.field(factory=list, init=False)
 
     async def reset(self, seed: int) -> list[Message]:  # noqa: ARG002  # the index says which task it is
-        with _in_our_terms(self._place.where):
+        with _convert_errors(self._place.where):
             environment = self._place.environment()
             self._session = environment.session(split=self._split, index=self._index, **self._options)
             # A cancelled request may reach the server all the same, which then keeps a session that no one can name.
@@ -226,8 +226,8 @@ class _Env:
                 messages.append(error_message(call))
                 continue
             try:
-                output = await self._called(self._session.call_tool(call.name, dict(call.arguments)))
-            except _Refused as refused:
+                output = await self._call_tool(self._session.call_tool(call.name, dict(call.arguments)))
+            except _CallRefused as refused:
                 messages.append(error_message(Malformed(str(refused), "another call", name=call.name, id=call.id)))
                 continue
             messages.append(tool_message(call, _text(output.blocks)))
@@ -252,34 +252,34 @@ class _Env:
 
     async def _plain(self, text: str) -> StepResult:
         """Take a turn without calls: an answer where the environment takes one, else nothing that leads on."""
-        with _in_our_terms(self._place.where):
+        with _convert_errors(self._place.where):
             answers = await self._session.is_assistant_message_final()
         if answers:
-            output = await self._called(self._session.call_terminal_tool(text))
+            output = await self._call_tool(self._session.call_terminal_tool(text))
             info = {"metadata": [dict(output.metadata or {})]}
             return StepResult(_text(output.blocks), output.reward, terminated=True, info=info)
         if self._reminder is None:
             return StepResult(reward=None, truncated=True, info={"reason": "no tool was called"})
         return StepResult(self._reminder, reward=None)
 
-    async def _called(self, call: Awaitable[ToolOutput]) -> ToolOutput:
+    async def _call_tool(self, call: Awaitable[ToolOutput]) -> ToolOutput:
         errors = package("openreward", "openreward.api.errors", _INSTALL)
-        with _in_our_terms(self._place.where):
+        with _convert_errors(self._place.where):
             token = _calling.set(True)
             try:
                 return await call
             except errors.ToolCallError as error:
-                raise _Refused(error.detail) from error
+                raise _CallRefused(error.detail) from error
             finally:
                 _calling.reset(token)
 
 
-class _Refused(Exception):
+class _CallRefused(Exception):
     """The server did not make a call, for reasons that the policy is to be told."""
 
 
 @contextlib.contextmanager
-def _in_our_terms(where: str) -> Iterator[None]:
+def _convert_errors(where: str) -> Iterator[None]:
     """Raise the SDK's errors as EnvBusy where the same call may succeed later, and else as EnvError."""
     import aiohttp
 

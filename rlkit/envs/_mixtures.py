@@ -70,19 +70,19 @@ class Mixture(Sequence[Task]):
 
     def at(self, position: int, *, seed: int = 0) -> Task:
         """Return the task at this place of the stream."""
-        return self._from(_check.integer("position", position, low=0), 1, seed)[0]
+        return self._draw(_check.integer("position", position, low=0), 1, seed)[0]
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
         """Return the tasks of a step; a function of its arguments alone, as ``Tasks.batch`` is."""
         step, size = _check.integer("step", step, low=0), _check.integer("size", size, low=1)
-        return self._from(step * size, size, seed)
+        return self._draw(step * size, size, seed)
 
-    def _from(self, start: int, size: int, seed: int) -> list[Task]:
+    def _draw(self, start: int, size: int, seed: int) -> list[Task]:
         counts = self.counts(start)
         tasks = []
         for _ in range(size):
             name = self._next(counts)
-            tasks.append(self._named(name, self.parts[name].at(counts[name], seed=seed)))
+            tasks.append(self._rename_task(name, self.parts[name].at(counts[name], seed=seed)))
             counts[name] += 1
         return tasks
 
@@ -107,7 +107,7 @@ class Mixture(Sequence[Task]):
     def _next(self, counts: Mapping[str, int]) -> str:
         return min(self.weights, key=lambda name: (2 * counts[name] + 1) / self.weights[name])
 
-    def _named(self, name: str, task: Task) -> Task:
+    def _rename_task(self, name: str, task: Task) -> Task:
         inner = f"{name}/{task.name}" if isinstance(self.parts[name], Mixture) else name
         return attrs.evolve(task, name=inner, settings=self.settings[name].over(task.settings))
 
@@ -126,7 +126,7 @@ class Mixture(Sequence[Task]):
         if place >= 0:
             for name, part in self.parts.items():
                 if place < len(part):
-                    return self._named(name, part[place])
+                    return self._rename_task(name, part[place])
                 place -= len(part)
         raise IndexError(f"mixture: index {item} is out of range; there are {len(self)} tasks")
 

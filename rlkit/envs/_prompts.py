@@ -16,12 +16,12 @@ from rlkit.envs._checked import observation
 from rlkit.envs.protocol import Observation
 from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
 
-__all__ = ["named", "noted", "rows_of"]
+__all__ = ["name_of", "note_errors", "read_rows"]
 
 _ROWS = "convert it: [dict(zip(columns, row)) for row in zip(*columns.values())]"
 
 
-def rows_of(rows: object, split: str, *, where: str, forms: str, function: str) -> Sequence[object]:
+def read_rows(rows: object, split: str, *, where: str, forms: str, function: str) -> Sequence[object]:
     """Return the rows of a split: anything with a length and an index, or a mapping from splits to such.
 
     Args:
@@ -49,7 +49,7 @@ def rows_of(rows: object, split: str, *, where: str, forms: str, function: str) 
 
 
 @contextlib.contextmanager
-def noted(where: str) -> Iterator[None]:
+def note_errors(where: str) -> Iterator[None]:
     """Add a note of where it was raised to an error of the user's own function."""
     try:
         yield
@@ -58,7 +58,7 @@ def noted(where: str) -> Iterator[None]:
         raise
 
 
-def named(function: Callable[..., object]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """Return a function's name, quoted."""
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
@@ -93,7 +93,7 @@ class Rows:
         split: str,
         offered: Mapping[str, object] | None = None,
     ) -> None:
-        self._rows = rows_of(prompts, split, where="prompts", forms=_FORMS, function=f"rlkit.envs.{adapter}")
+        self._rows = read_rows(prompts, split, where="prompts", forms=_FORMS, function=f"rlkit.envs.{adapter}")
         number = isinstance(reward, type) and issubclass(reward, (int, float))  # float("0.5") is a reward
         good = callable(reward) and (number or not isinstance(reward, type))
         _check.require(good, "reward", reward, "a function of the answer")
@@ -111,11 +111,11 @@ class Rows:
         """Return a row, which is read once."""
         value = self._rows[index]
         where = f"prompts[{index}]"
-        every = value if isinstance(value, Mapping) else {"prompt": value}
-        fields = self._fields(where, {**self._offered, **every})
-        info = {"answer": every["answer"]} if "answer" in every else {}
-        note = f"in the reward {named(self._reward)} for {where}"
-        return Row(_prompt(where, value), every, fields, info, note)
+        all_fields = value if isinstance(value, Mapping) else {"prompt": value}
+        fields = self._fields(where, {**self._offered, **all_fields})
+        info = {"answer": all_fields["answer"]} if "answer" in all_fields else {}
+        note = f"in the reward {name_of(self._reward)} for {where}"
+        return Row(_prompt(where, value), all_fields, fields, info, note)
 
 
 @attrs.frozen(eq=False)
@@ -124,14 +124,14 @@ class Row:
 
     Attributes:
         prompt: the first message to the policy.
-        every: all its fields.
+        all_fields: all its fields.
         fields: those that the reward names.
         info: goes into a step's ``info``: the right answer, where it has one.
         note: is added to an error that the reward raises.
     """
 
     prompt: Observation
-    every: Mapping[str, object]
+    all_fields: Mapping[str, object]
     fields: dict[str, object]
     info: dict[str, object]
     note: str
@@ -181,6 +181,6 @@ def _check_form(reward: Callable[..., object]) -> None:
         why = "it takes data_source and solution_str"
     if why:
         raise ConfigError(
-            f"reward: {named(reward)} has another library's signature: {why}; rlkit calls it once for each answer: "
+            f"reward: {name_of(reward)} has another library's signature: {why}; rlkit calls it once for each answer: "
             "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
         )

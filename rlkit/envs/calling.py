@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from rlkit import _check
 from rlkit._threads import DaemonExecutor, Threads
-from rlkit.envs._checked import first_observation, reward, shown, step_result
+from rlkit.envs._checked import check_first_observation, check_step_result, describe_value, reward
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
 from rlkit.futures import wait_done
@@ -30,7 +30,7 @@ from rlkit.futures import wait_done
 if TYPE_CHECKING:
     from rlkit.gateway import Session
 
-__all__ = ["Call", "CallLimit", "Guarded", "call", "drives_itself", "scores", "wait"]
+__all__ = ["Call", "CallLimit", "GuardedEnv", "call", "is_harness", "scores", "wait"]
 
 
 _STUCK = 5.0  # seconds without an answer after which new environments get another loop
@@ -285,11 +285,11 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     answer = await call(task.score, list(actions), timeout=timeout, where=where)
     rewards = cast("Sequence[object]", answer)  # or an array
     if isinstance(answer, (str, bytes, Mapping)) or not hasattr(answer, "__len__") or len(rewards) != len(actions):
-        raise EnvError(where, f"got {shown(answer)}", f"{len(actions)} rewards, one per episode")
+        raise EnvError(where, f"got {describe_value(answer)}", f"{len(actions)} rewards, one per episode")
     return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(rewards)]
 
 
-def drives_itself(env: object) -> bool:
+def is_harness(env: object) -> bool:
     """Return whether an environment, or its class, is a harness: it has ``play`` and no ``step``."""
     return callable(getattr(env, "play", None)) and not callable(getattr(env, "step", None))
 
@@ -357,20 +357,20 @@ class CallLimit:
             give_back()
 
 
-class Guarded:
+class GuardedEnv:
     """An environment whose answers are checked and whose faults stay its own.
 
     All its coroutines run in one task, so that what ``reset`` enters (an MCP session, a task group) ``close`` can
     leave; all its plain calls share one context.
 
-    ``await Guarded.opened(task)`` makes the environment; ``reset``, ``step`` and ``close`` are its methods, awaited.
+    ``await GuardedEnv.open(task)`` makes the environment; ``reset``, ``step`` and ``close`` are its methods, awaited.
     Every error that rlkit raises begins with the environment's name; an exception of the environment passes through.
 
     Attributes:
         name: the task's.
         env: what ``task.make`` gave.
         seconds: spent waiting for its answers.
-        plays: whether it is a harness, which drives itself.
+        is_harness: whether it drives itself.
     """
 
     def __init__(self, env: object, name: str, *, max_chars: int = 1_000_000, actor: Actor | None = None) -> None:
@@ -384,14 +384,14 @@ class Guarded:
         self._lock = threading.Lock()
         self._closing: Call | None = None
         self._ended = "is closed"
-        self.plays = drives_itself(env)
-        for method in () if self.plays else ("reset", "step"):
+        self.is_harness = is_harness(env)
+        for method in () if self.is_harness else ("reset", "step"):
             if not callable(getattr(env, method, None)):
-                what = f"made {shown(env)}, which has no method {method!r}"
+                what = f"made {describe_value(env)}, which has no method {method!r}"
                 raise EnvError(self._where("make"), what, "an environment")
 
     @classmethod
-    async def opened(
+    async def open(
         cls,
         task: Task,
         *,
@@ -399,7 +399,7 @@ class Guarded:
         max_chars: int = 1_000_000,
         scored: bool = False,
         grace: float = 0.0,
-    ) -> Guarded:
+    ) -> GuardedEnv:
         """Open a fresh environment for one episode of ``task``.
 
         Args:
@@ -432,20 +432,20 @@ class Guarded:
         """Return the function schemas that the environment offers; read after ``reset``."""
         tools = getattr(self.env, "tools", None) or ()
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
-            raise EnvError(self._where("tools"), f"got {shown(tools)}", "a list of schemas")
+            raise EnvError(self._where("tools"), f"got {describe_value(tools)}", "a list of schemas")
         return tuple(tools)
 
     async def reset(self, seed: int, *, timeout: float | None = None) -> Observation:
         """Return the first observation: text, messages, or int64 [T]."""
-        return await self._call("reset", first_observation, seed, timeout=timeout)
+        return await self._call("reset", check_first_observation, seed, timeout=timeout)
 
     async def step(self, action: Action, *, timeout: float | None = None) -> StepResult:
         """Return what the action led to: checked, with a finite float as its reward."""
-        return await self._call("step", step_result, action, timeout=timeout)
+        return await self._call("step", check_step_result, action, timeout=timeout)
 
     async def play(self, session: Session, seed: int) -> StepResult:
         """Return how the episode of a harness ended; checked. The caller sees to its end in time, by cancelling."""
-        return await self._call("play", step_result, session, seed, timeout=None)
+        return await self._call("play", check_step_result, session, seed, timeout=None)
 
     async def close(self, *, timeout: float | None = 5.0) -> Exception | None:
         """Close the environment, once; return what went wrong with that, if anything did.

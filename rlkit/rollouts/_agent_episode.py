@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from rlkit.backends.protocol import Sampler
-from rlkit.envs.calling import Guarded, call
+from rlkit.envs.calling import GuardedEnv, call
 from rlkit.envs.protocol import Credit, StepResult
 from rlkit.errors import DataError, EnvError, EnvTimeout
 from rlkit.rollouts._counters import numeric
@@ -34,7 +34,7 @@ class Agents:
         self._lock = asyncio.Lock()
         self._gateway: Gateway | None = None
 
-    async def play(self, episode: Episode, env: Guarded) -> tuple[str, Messages]:
+    async def play(self, episode: Episode, env: GuardedEnv) -> tuple[str, Messages]:
         """Play an episode; return why it ended, and what was said in the branch that ended last.
 
         Raises:
@@ -81,7 +81,7 @@ class AgentEpisode:
     """An episode in a session of the gateway. Its requests are made in the rollout's loop, whichever they come from."""
 
     _episode: Episode
-    _env: Guarded
+    _env: GuardedEnv
     # requests under way, and since when; seconds in which there was one; and when the last such time began
     _waiting: dict[asyncio.Task[object] | None, float] = attrs.field(factory=dict, init=False)
     _waited: float = attrs.field(default=0.0, init=False)

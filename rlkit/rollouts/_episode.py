@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from rlkit._runtime import PACKAGE
-from rlkit.envs.calling import CallLimit, Guarded, call
+from rlkit.envs.calling import CallLimit, GuardedEnv, call
 from rlkit.envs.protocol import Observation, StepResult, Task
 from rlkit.errors import DataError, EnvTimeout
 from rlkit.rollouts._counters import Counters, numeric
@@ -145,9 +145,9 @@ class Episode:
         async with self._within("make"):
             grace = self.plan.close_timeout / 2
             timeout = self._call_timeout()
-            env = await Guarded.opened(self.task, timeout=timeout, max_chars=LONGEST, scored=True, grace=grace)
+            env = await GuardedEnv.open(self.task, timeout=timeout, max_chars=LONGEST, scored=True, grace=grace)
         try:
-            playing = self.run.find_agents().play(self, env) if env.plays else self._converse(env)
+            playing = self.run.find_agents().play(self, env) if env.is_harness else self._converse(env)
             ended, messages = await playing
         finally:
             self.run.counters.add("time/env", env.seconds)
@@ -167,7 +167,7 @@ class Episode:
             messages=messages,
         )
 
-    async def _converse(self, env: Guarded) -> tuple[str, Messages]:
+    async def _converse(self, env: GuardedEnv) -> tuple[str, Messages]:
         """Play until the end; return why it ended, and what was said."""
         async with self._within("reset"):
             observation = await env.reset(self.seed, timeout=self._call_timeout())
@@ -190,7 +190,7 @@ class Episode:
         return ended, (*said, *_read_messages(last))
 
     async def _take_turn(
-        self, env: Guarded, conversation: Conversation, params: SamplingParams, tools: Sequence[dict[str, object]]
+        self, env: GuardedEnv, conversation: Conversation, params: SamplingParams, tools: Sequence[dict[str, object]]
     ) -> tuple[str, Observation]:
         """Sample an action and play it; return why the episode ended, "" if it did not, and its last observation."""
         prompt = conversation.prompt
@@ -292,7 +292,7 @@ class Episode:
             self.run.counters.add("time/sampler", time.monotonic() - began)
         return sample
 
-    async def _close(self, env: Guarded) -> None:
+    async def _close(self, env: GuardedEnv) -> None:
         """Close it even if the waiting is cancelled meanwhile; warn of the first that may have left something open."""
         began, timeout = time.monotonic(), self.plan.close_timeout
         try:

@@ -16,7 +16,7 @@ import attrs
 
 from rlkit import _check, _ray_cluster
 from rlkit._check import checked
-from rlkit.envs.calling import Guarded, call
+from rlkit.envs.calling import GuardedEnv, call
 from rlkit.envs.protocol import Action, Env, Harness, Observation, StepResult, Task
 from rlkit.errors import BackendTimeout, ConfigError, EnvError, EnvLost, RlkitError
 from rlkit.futures import join_all, wait_done
@@ -207,7 +207,7 @@ class _Environments:
 
     def __init__(self, close_timeout: float) -> None:
         self._close_timeout = close_timeout
-        self._envs: dict[int, Guarded] = {}
+        self._envs: dict[int, GuardedEnv] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._fetched: dict[Awaitable[Make], Make] = {}  # what makes environments may hold a data set
 
@@ -244,7 +244,7 @@ class _Environments:
         if problem is not None:
             raise _make_sendable(problem)
 
-    def _find(self, key: int) -> Guarded:
+    def _find(self, key: int) -> GuardedEnv:
         if key not in self._envs:
             raise EnvLost("its worker process died, and Ray started another one")
         return self._envs[key]
@@ -254,8 +254,8 @@ class _Environments:
             self._fetched[make] = await make
         args, keywords = await arguments
         task = Task(functools.partial(self._fetched[make], *args, **keywords), name)
-        env = self._envs[key] = await Guarded.opened(task, grace=self._close_timeout / 2)
-        if env.plays:
+        env = self._envs[key] = await GuardedEnv.open(task, grace=self._close_timeout / 2)
+        if env.is_harness:
             why = "a harness runs its agent against an endpoint in the sampling process"
             what = "is a harness, but executor is Ray(...)"
             raise RolloutFailed(ConfigError(f"environment {name!r}", what, 'executor="threads"', why))

@@ -68,7 +68,7 @@ def schema(function: Callable[..., object]) -> dict[str, object]:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: its type hints cannot be resolved: {error}") from error
-    description, arguments = _documented(inspect.getdoc(function) or "")
+    description, arguments = _parse_docstring(inspect.getdoc(function) or "")
     properties: dict[str, object] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
@@ -184,7 +184,7 @@ _GENERIC: Mapping[object, Callable[[_Arguments, str], dict[str, object]]] = {
 }
 
 
-def _documented(doc: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return (a docstring's text before its sections, its Args section's text of each parameter)."""
     section, head, texts, current, indent = "", [], {}, "", None
     for line in doc.splitlines():

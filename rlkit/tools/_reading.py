@@ -15,7 +15,7 @@ from rlkit import _check
 from rlkit.errors import DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
-__all__ = ["Findings", "Unreadable", "behind", "calls_at", "json_at", "skip"]
+__all__ = ["Findings", "Unreadable", "calls_at", "json_at", "resume_after", "skip_space"]
 
 MOST = 128  # calls in one text; later ones are ignored, so that a flood costs no time
 
@@ -34,7 +34,7 @@ def json_at(text: str, start: int) -> tuple[object, int]:
     Raises:
         Unreadable: there is no JSON value.
     """
-    start = skip(text, start)
+    start = skip_space(text, start)
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -56,7 +56,7 @@ def check_depth(value: object, position: int) -> None:
         raise Unreadable("the JSON is nested too deeply", position) from None
 
 
-def skip(text: str, at: int) -> int:
+def skip_space(text: str, at: int) -> int:
     """Return where the white space that begins at ``at`` ends."""
     while text[at : at + 1].isspace():
         at += 1
@@ -80,7 +80,7 @@ class Findings:
         """Keep a part of the text that belongs to no call."""
         self.outside.append(self.text[start:end])
 
-    def wrong(self, problem: str, position: int, *, name: str = "", expected: str = "") -> None:
+    def add_error(self, problem: str, position: int, *, name: str = "", expected: str = "") -> None:
         """Add a call that cannot be read."""
         excerpt = self.text[max(position - 20, 0) : position + 20]
         expected = expected or self.expected
@@ -95,13 +95,13 @@ class Findings:
         if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
             value = value["function"]
         if not isinstance(value, Mapping):
-            return self.wrong(f"a call is an object, but this is {kind(value)}", position)
+            return self.add_error(f"a call is an object, but this is {kind(value)}", position)
         name = value.get("name")
         if not isinstance(name, str) or not name:
-            return self.wrong('the object has no "name" with the name of a tool', position)
+            return self.add_error('the object has no "name" with the name of a tool', position)
         key = "arguments" if "arguments" in value or "parameters" not in value else "parameters"
         if key not in value:
-            return self.wrong('the object has no "arguments"', position, name=name)
+            return self.add_error('the object has no "arguments"', position, name=name)
         arguments = value[key]
         if isinstance(arguments, str):  # JSON inside a string, as some interfaces send it
             try:
@@ -110,7 +110,7 @@ class Findings:
             except Unreadable:
                 arguments = None
         if not isinstance(arguments, Mapping):
-            return self.wrong(f'"{key}" is {kind(value[key])}, not an object', position, name=name)
+            return self.add_error(f'"{key}" is {kind(value[key])}, not an object', position, name=name)
         return self.call(name, arguments, position)
 
     def calls_of(self, value: object, position: int) -> None:
@@ -134,7 +134,7 @@ class Findings:
         return f"call{len(self.calls) + len(self.errors):05d}"
 
 
-def behind(text: str, at: int) -> int:
+def resume_after(text: str, at: int) -> int:
     """Return where to continue after a ``<tool_call>`` that cannot be parsed at ``at``."""
     closed, opened = text.find("</tool_call>", at), text.find("<tool_call>", at)
     if closed < 0 or 0 <= opened < closed:
@@ -196,7 +196,9 @@ class _Source:
         while not self.tokens or depth or self.tokens[-1]["mark"] not in (")", "]", "}"):
             token = _TOKEN.match(text, self.end)
             if token is None:
-                raise Unreadable("the calls are not closed, or have what is no literal value", skip(text, self.end))
+                raise Unreadable(
+                    "the calls are not closed, or have what is no literal value", skip_space(text, self.end)
+                )
             depth += (token["mark"] or " ") in "([{"
             depth -= (token["mark"] or " ") in ")]}"
             if not 0 <= depth <= _check.DEEPEST_CALL:
@@ -208,7 +210,7 @@ class _Source:
         if token["string"] is not None and not piece.startswith("r"):
             piece = _ESCAPE.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], piece)
         elif token["name"] is not None:
-            named = self.text.startswith(("=", "("), skip(self.text, token.end()))  # of an argument or a tool
+            named = self.text.startswith(("=", "("), skip_space(self.text, token.end()))  # of an argument or a tool
             reserved = any(keyword.iskeyword(part) for part in piece.split("."))
             piece = "_" if named and reserved else piece if named else _WORDS.get(piece, piece)
         lines = len(re.split("\r\n|\r|\n", piece))

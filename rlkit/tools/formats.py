@@ -13,7 +13,7 @@ from rlkit._interaction import Action
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 from rlkit.tools._functions import check_schema, problems
-from rlkit.tools._reading import Findings, Unreadable, behind, calls_at, json_at, skip
+from rlkit.tools._reading import Findings, Unreadable, calls_at, json_at, resume_after, skip_space
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
 __all__ = ["Format", "formats", "llama", "opening", "parameters", "parse", "qwen3_coder", "read_calls"]
@@ -153,16 +153,16 @@ def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # n
         try:
             value, at = json_at(text, body)
         except Unreadable as error:
-            findings.wrong(str(error), error.position)
-            at = behind(text, body)
+            findings.add_error(str(error), error.position)
+            at = resume_after(text, body)
             continue
-        at = skip(text, at)
+        at = skip_space(text, at)
         if text.startswith(end, at) or at == len(text):  # the tag may be a stop string
             findings.call_of(value, opened)
             at = min(at + len(end), len(text))
         else:
-            findings.wrong(f"{end} is missing after the JSON", at)
-            at = behind(text, at)
+            findings.add_error(f"{end} is missing after the JSON", at)
+            at = resume_after(text, at)
     return findings.parsed(at)
 
 
@@ -182,7 +182,7 @@ def json_calls(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed: 
         try:
             value, end = json_at(text, match.start())
         except Unreadable as error:
-            findings.wrong(str(error), error.position)
+            findings.add_error(str(error), error.position)
             at = max(error.position, match.end())
             continue
         values = value if isinstance(value, list) else [value]
@@ -211,7 +211,7 @@ def python_blocks(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parse
         findings.keep(at, opened.start())
         closed = _BLOCK_END.search(text, opened.end())
         if closed is None:
-            findings.wrong("the block of code is not closed", opened.start(), name="python")
+            findings.add_error("the block of code is not closed", opened.start(), name="python")
             at = len(text)
             break
         findings.call("python", {"code": text[opened.end() : closed.start()]}, opened.start())
@@ -235,19 +235,19 @@ def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # no
     ends = _ENDS.search(text, max(len(text) - 100, 0))
     stop = ends.start() if ends else len(text)
     tag = text.find(_TAG, 0, stop)
-    at = skip(text, 0 if tag < 0 else tag + len(_TAG))
+    at = skip_space(text, 0 if tag < 0 else tag + len(_TAG))
     tagged = tag >= 0
     python = _WORD.match(text, at) is not None or (tagged and text[at : at + 1].isidentifier())
     if not python and not tagged and not _names_a_tool(text, at):
         return Parsed(text[:stop].strip())
     findings.keep(0, max(tag, 0))
     if not python and not text.startswith(("{", "["), at):
-        findings.wrong(f"no call follows {_TAG}", at)
+        findings.add_error(f"no call follows {_TAG}", at)
         return findings.parsed(None)
     at = _pythonic(text, at, findings) if python else _objects(text, at, stop, findings)
     rest = text[at:stop].strip() if at < stop else ""
     if rest and not findings.errors:
-        findings.wrong("text follows the calls", at)
+        findings.add_error("text follows the calls", at)
     return findings.parsed(None)
 
 
@@ -257,7 +257,7 @@ def _objects(text: str, at: int, stop: int, findings: Findings) -> int:
         try:
             value, at = json_at(text, at)
         except Unreadable as error:
-            findings.wrong(str(error), error.position)
+            findings.add_error(str(error), error.position)
             return stop
         findings.calls_of(value, begin)
         match = _BETWEEN.match(text, at)
@@ -269,7 +269,7 @@ def _pythonic(text: str, at: int, findings: Findings) -> int:
     try:
         calls, end = calls_at(text, at)
     except Unreadable as error:
-        findings.wrong(str(error), error.position)
+        findings.add_error(str(error), error.position)
         return len(text)
     for name, arguments, position in calls:
         if not findings.full:
@@ -313,8 +313,8 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fin
     at = opened + len(_START)
     function = _FUNCTION.match(text, at)
     if function is None:
-        findings.wrong("<function=NAME> is missing", at)
-        return behind(text, at)
+        findings.add_error("<function=NAME> is missing", at)
+        return resume_after(text, at)
     name, at = function[1], function.end()
     schema = tools.get(name, {}).get("properties")
     arguments: dict[str, object] = {}
@@ -322,21 +322,21 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fin
         key, begin = parameter[1], parameter.end()
         end = text.find(_PARAMETER_END, begin)
         if end < 0:
-            findings.wrong(f"the parameter {key} is not closed", parameter.start(), name=name)
+            findings.add_error(f"the parameter {key} is not closed", parameter.start(), name=name)
             return len(text)
         if key in arguments:
-            findings.wrong(f"the parameter {key} comes twice", parameter.start(), name=name)
-            return behind(text, end)
+            findings.add_error(f"the parameter {key} comes twice", parameter.start(), name=name)
+            return resume_after(text, end)
         value = text[begin:end].removeprefix("\n").removesuffix("\n")
         arguments[key] = _value(value, schema.get(key) if isinstance(schema, Mapping) else None)
         at = end + len(_PARAMETER_END)
     closing = _FUNCTION_END.match(text, at)
     if closing is None:
-        findings.wrong("</function> is missing, or there is text between the parameters", at, name=name)
-        return behind(text, at)
+        findings.add_error("</function> is missing, or there is text between the parameters", at, name=name)
+        return resume_after(text, at)
     if closing.end() < len(text) and not text.startswith(_END, closing.end()):
-        findings.wrong(f"{_END} is missing after </function>", closing.end(), name=name)
-        return behind(text, closing.end())
+        findings.add_error(f"{_END} is missing after </function>", closing.end(), name=name)
+        return resume_after(text, closing.end())
     findings.call(name, arguments, opened)
     return min(closing.end() + len(_END), len(text))
 

@@ -8,7 +8,7 @@ import pytest
 
 import rlkit
 from rlkit.envs import Action, StepResult, Task, TaskSettings, function, gymnasium
-from rlkit.envs.calling import Guarded
+from rlkit.envs.calling import GuardedEnv
 from rlkit.errors import BackendError, EnvError
 from rlkit.rollouts import rollout_sync
 from tests.each import for_each
@@ -157,7 +157,7 @@ def test_a_groups_score_joins_the_last_reward(sampler, reward, added):
 )
 def test_rewards_that_are_none_of_that(given, message):
     async def scene():
-        opened = await Guarded.opened(Task(env(given), "odd"))
+        opened = await GuardedEnv.open(Task(env(given), "odd"))
         await opened.reset(0)
         await opened.step(Action("x"))
 
