@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -177,6 +178,11 @@ def plain(value: object) -> object:
     (0.5, 3, [0.5])
     """
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def read_only(value: Any) -> Any:
+    """Return a mapping as one that cannot be changed, and anything else as it is."""
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
 
 
 def checked(

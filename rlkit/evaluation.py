@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
+from rlkit._check import read_only
 from rlkit.backends.protocol import Sampler
 from rlkit.errors import ConfigError
 from rlkit.metrics import pass_at_k
 from rlkit.rollouts import Plan, Rollouts, rollout
 from rlkit.rollouts.api import read_plan, read_tasks, run_in_thread
-from rlkit.trajectory import read_only
 
 __all__ = ["Evaluation", "Score", "evaluate", "evaluate_sync", "interval", "score"]
 

@@ -22,11 +22,6 @@ __all__ = ["Failure", "Group", "Trajectory", "Turn", "datums"]
 T = TypeVar("T")
 
 
-def read_only(value: object) -> object:
-    """Make a mapping read-only."""
-    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
-
-
 def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()]]:
     """Return what ``__reduce__`` gives, since pickle cannot take read-only mappings."""
     kind = type(record)

@@ -166,7 +166,7 @@ class _Problems:
         if self._name in _STRICTER and not _STRICTER[self._name](answer or "", item["answer"]):
             return 0.0
         with Stream(0).active():
-            return _check.real("score", self._datasets[0].score_answer(answer, item), low=0.0, high=1.0)
+            return _check.real("score", self._datasets[0].score_answer(answer, item), low=0.0, high=1.0 + 1e-9)
 
 
 @attrs.define(eq=False, repr=False)

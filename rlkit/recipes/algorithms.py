@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check, advantages, losses, schedules
+from rlkit._check import read_only
 from rlkit.advantages.tokens import MODES
 from rlkit.errors import ConfigError
 from rlkit.recipes.settings import Algorithm
@@ -25,10 +25,6 @@ __all__ = ["Method", "Recipe", "best_of_group", "register", "registry", "resolve
 
 Named: TypeAlias = str | Callable[..., Any]  # a name of a registry, or a function
 Level: TypeAlias = Literal["group", "turn", "token"]
-
-
-def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(value))
 
 
 @attrs.frozen
@@ -57,8 +53,8 @@ class Recipe:
     advantage: Named | None
     loss: Named
     level: Level = "group"
-    advantage_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
-    loss_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    advantage_args: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only)
+    loss_args: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only)
     weights: str = "token-mean"
     repeat_times: int = 8
     select: Literal["all", "best", "informative"] = "all"

@@ -10,9 +10,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rlkit.trajectory import Failure, Group, Trajectory
+if TYPE_CHECKING:
+    from rlkit.trajectory import Failure, Group, Trajectory
 
 __all__ = ["Counters", "Progress", "numeric"]
 

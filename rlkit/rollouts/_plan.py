@@ -10,10 +10,9 @@ import attrs
 import numpy as np
 
 from rlkit import _check, _runtime
-from rlkit._check import checked
+from rlkit._check import checked, read_only
 from rlkit.envs.protocol import REDUCTIONS, Reduction, TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
-from rlkit.trajectory import read_only
 from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
