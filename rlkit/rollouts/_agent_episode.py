@@ -15,7 +15,7 @@ from rlkit.envs.calling import GuardedEnv, call
 from rlkit.envs.protocol import Credit, StepResult
 from rlkit.errors import DataError, EnvError, EnvTimeout
 from rlkit.rollouts._counters import numeric
-from rlkit.rollouts._episode import Episode, Fault, Messages, Run
+from rlkit.rollouts._episode import Episode, Fault, Messages, Shared
 from rlkit.rollouts._plan import sampling_seed
 from rlkit.rollouts._requests import RolloutFailed
 from rlkit.types import Sample, SamplingParams
@@ -29,8 +29,8 @@ __all__ = ["AgentEpisode", "Agents"]
 class Agents:
     """Plays a rollout's harnesses through one gateway: opened for the first of them, closed with the rollout."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._lock = asyncio.Lock()
         self._gateway: Gateway | None = None
 
@@ -50,10 +50,10 @@ class Agents:
     def _open(self) -> Gateway:
         from rlkit.gateway import Gateway
 
-        sampler, longest = self._run.requests.sampler, self._run.plan.max_length
+        sampler, longest = self._shared.requests.sampler, self._shared.plan.max_length
         if longest is not None and longest < sampler.max_length:
             sampler = cast("Sampler", _Shorter(sampler, longest))
-        return Gateway(sampler, chat=self._run.chat)
+        return Gateway(sampler, chat=self._shared.chat)
 
     async def close(self) -> None:
         """Close the gateway, if it was opened; every session ends."""
@@ -141,7 +141,7 @@ class AgentEpisode:
         deadline = self._episode.plan.deadline
         if not self._waiting:
             raise Fault("play", EnvTimeout(self._describe(f"did not end within {deadline:g} s")), kind="timeout")
-        self._episode.run.requests.check_alive(min(self._waiting.values()), deadline)
+        self._episode.shared.requests.check_alive(min(self._waiting.values()), deadline)
         return "deadline"
 
     async def _read_turns(self, session: Session, result: StepResult) -> Messages:
@@ -187,13 +187,13 @@ class AgentEpisode:
         raise GatewayError(429, "this session has ended", code="session_ended")
 
     async def _sample(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
-        task, began, run = asyncio.current_task(), time.monotonic(), self._episode.run
+        task, began, shared = asyncio.current_task(), time.monotonic(), self._episode.shared
         if not self._waiting:
             self._since = began
         self._waiting[task] = began
         pauses, time_left = self._episode.pauses, self._episode.time_left
         try:
-            return await run.requests.sample(prompt, params, n=n, seed=seed, pauses=pauses, time_left=time_left)
+            return await shared.requests.sample(prompt, params, n=n, seed=seed, pauses=pauses, time_left=time_left)
         except RolloutFailed as failed:
             if not self._failed.done():
                 self._failed.set_exception(failed)
@@ -201,5 +201,5 @@ class AgentEpisode:
         finally:
             del self._waiting[task]
             now = time.monotonic()
-            run.counters.add("time/sampler", now - began)
+            shared.counters.add("time/sampler", now - began)
             self._waited += 0.0 if self._waiting else now - self._since

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlkit.chat import Chat, Conversation
     from rlkit.rollouts._agent_episode import Agents
 
-__all__ = ["Episode", "Fault", "Run", "describe_error", "find_place", "require_reward"]
+__all__ = ["Episode", "Fault", "Shared", "describe_error", "find_place", "require_reward"]
 
 Messages: TypeAlias = tuple[Mapping[str, object], ...]
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Deadline(Exception):
 
 
 @attrs.define(eq=False)
-class Run:
+class Shared:
     """What all episodes of a rollout share.
 
     Attributes:
@@ -87,7 +87,7 @@ class Episode:
     """One member of a group, whose seeds come from its place in the step; ``play`` gives its trajectory or failure.
 
     Attributes:
-        run: the rollout.
+        shared: with the other episodes of the rollout.
         task: of the group.
         plan: the rollout's, with the task's settings.
         seed: what the environment is given.
@@ -96,7 +96,7 @@ class Episode:
         error: what it failed of.
     """
 
-    run: Run
+    shared: Shared
     task: Task
     plan: Plan
     _group: int
@@ -111,7 +111,7 @@ class Episode:
     _answer: dict[str, str | float] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.draws = (self.plan.seed, self.run.step, self._group, self._member)
+        self.draws = (self.plan.seed, self.shared.step, self._group, self._member)
         self.seed = env_seed(*self.draws[:3]) if self.task.seed is None else self.task.seed
         self.pauses = pauses(*self.draws)
 
@@ -136,7 +136,7 @@ class Episode:
 
     def count(self, name: str, number: float = 1) -> None:
         """Count something of its environment."""
-        self.run.counters.add(f"env/{self.task.name}/{name}", number)
+        self.shared.counters.add(f"env/{self.task.name}/{name}", number)
 
     async def _attempt(self, number: int) -> Trajectory:
         self.count("retried", int(number > 1))
@@ -147,10 +147,10 @@ class Episode:
             timeout = self._call_timeout()
             env = await GuardedEnv.open(self.task, timeout=timeout, max_chars=LONGEST, scored=True, grace=grace)
         try:
-            playing = self.run.find_agents().play(self, env) if env.is_harness else self._converse(env)
+            playing = self.shared.find_agents().play(self, env) if env.is_harness else self._converse(env)
             ended, messages = await playing
         finally:
-            self.run.counters.add("time/env", env.seconds)
+            self.shared.counters.add("time/env", env.seconds)
             await self._close(env)
         return Trajectory(
             self.turns,
@@ -173,7 +173,7 @@ class Episode:
             observation = await env.reset(self.seed, timeout=self._call_timeout())
             tools = env.tools
         async with self._within("chat"):
-            start = self.run.chat.start
+            start = self.shared.chat.start
             conversation = await call(start, observation, tools, timeout=self.time_left(), where="chat")
         last: Observation = ""
         try:
@@ -196,7 +196,7 @@ class Episode:
         prompt = conversation.prompt
         sample = await self._sample(prompt, params)
         async with self._within("chat"):
-            read = functools.partial(self.run.chat.action, prompt=prompt, tools=tools)
+            read = functools.partial(self.shared.chat.action, prompt=prompt, tools=tools)
             action = await call(read, sample.tokens, sample.stop_reason, timeout=self.time_left(), where="chat")
         async with self._within("step"):
             result = await env.step(action, timeout=self._call_timeout())
@@ -223,7 +223,7 @@ class Episode:
 
         Time that is over before there was one whole turn leaves nothing to keep: that is a fault as well.
         """
-        limit = self.run.computing if where == "chat" else self.run.playing
+        limit = self.shared.computing if where == "chat" else self.shared.playing
         try:
             async with limit.enter():
                 yield
@@ -254,7 +254,7 @@ class Episode:
 
     def _next_turn_params(self, prompt: np.ndarray) -> tuple[str, SamplingParams | None]:
         """Return how the next turn is sampled; None, and the limit's name, where there is no room for one."""
-        context = self.run.requests.sampler.max_length
+        context = self.shared.requests.sampler.max_length
         room = min(context, self.plan.max_length or context) - int(prompt.size)
         ended = "context" if room < 1 else "deadline" if self.time_left() == 0.0 else ""
         if ended and not self.turns:  # nothing to keep, and not the policy's doing
@@ -267,10 +267,10 @@ class Episode:
         most = min(room, params.max_tokens)
         if self.plan.max_total_tokens is not None:
             most = min(most, self.plan.max_total_tokens - self._token_count())
-        return "", self.run.chat.params(attrs.evolve(params, max_tokens=most))
+        return "", self.shared.chat.params(attrs.evolve(params, max_tokens=most))
 
     async def _sample(self, prompt: np.ndarray, params: SamplingParams) -> Sample:
-        began, requests = time.monotonic(), self.run.requests
+        began, requests = time.monotonic(), self.shared.requests
         try:
             async with asyncio.timeout(self.time_left()):
                 sample = None
@@ -289,7 +289,7 @@ class Episode:
         except DataError as error:
             raise Fault("sampler", error) from error
         finally:
-            self.run.counters.add("time/sampler", time.monotonic() - began)
+            self.shared.counters.add("time/sampler", time.monotonic() - began)
         return sample
 
     async def _close(self, env: GuardedEnv) -> None:
@@ -300,9 +300,9 @@ class Episode:
         except asyncio.CancelledError:
             await env.close(timeout=timeout)  # which has begun, and is waited for
             raise
-        self.run.counters.add("time/close", time.monotonic() - began)
+        self.shared.counters.add("time/close", time.monotonic() - began)
         name = f"env/{self.task.name}/close_failed"
-        if problem is not None and not self.run.counters.sums[name]:
+        if problem is not None and not self.shared.counters.sums[name]:
             text = f"environment {self.task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
             _log.warning("%s; %s counts such environments", text[:SHORT], name)
         self.count("close_failed", int(problem is not None))

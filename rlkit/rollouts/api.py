@@ -24,7 +24,7 @@ from rlkit.envs.calling import CallLimit, call, scores
 from rlkit.envs.protocol import Task
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts._counters import Counters, Progress
-from rlkit.rollouts._episode import Episode, Run, describe_error, require_reward
+from rlkit.rollouts._episode import Episode, Shared, describe_error, require_reward
 from rlkit.rollouts._plan import Plan, pauses, start_seed
 from rlkit.rollouts._requests import FirstTurns, Requests, RolloutFailed
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
@@ -224,7 +224,7 @@ class Stream:
         self._room = asyncio.Semaphore(2 * plan.concurrency)  # groups that were not taken yet
         requests = Requests(self._sampler, plan, self.counters, computing)
         chat = await call(self._make_chat, where="chat")  # in a thread: it may import and compile
-        self._run = Run(plan, self._step, chat, requests, self.counters, computing, playing=CallLimit(8, 0.02))
+        self._shared = Shared(plan, self._step, chat, requests, self.counters, computing, playing=CallLimit(8, 0.02))
         self.counters.mean("sampler/version", self._sampler.version)
         with Progress(self._total, plan.progress) as self._progress:
             supervisor = asyncio.create_task(self._supervise())
@@ -242,8 +242,8 @@ class Stream:
                 await asyncio.wait([supervisor])
                 if not supervisor.cancelled():
                     supervisor.exception()  # whoever reads on has been told
-                if self._run.agents is not None:
-                    await self._run.agents.close()
+                if self._shared.agents is not None:
+                    await self._shared.agents.close()
 
     def _make_chat(self) -> Chat:
         if self._plan.chat is not None:
@@ -275,7 +275,7 @@ class Stream:
         first_turns = None
         if plan.shared_start and plan.n > 1:
             place = (plan.seed, self._step, number)
-            first_turns = FirstTurns(self._run.requests, plan.n, start_seed(*place), pauses(*place, _START))
+            first_turns = FirstTurns(self._shared.requests, plan.n, start_seed(*place), pauses(*place, _START))
         pending = self._pending[number] = _PendingGroup(number, task, plan, first_turns, plan.n)
         for member in range(plan.n):
             await self._slots.acquire()
@@ -289,7 +289,7 @@ class Stream:
 
     async def _play_member(self, pending: _PendingGroup, member: int) -> None:
         task = pending.task
-        episode = Episode(self._run, task, pending.plan, pending.number, member, pending.first_turns)
+        episode = Episode(self._shared, task, pending.plan, pending.number, member, pending.first_turns)
         try:
             outcome = await episode.play()
         except BaseException:
@@ -328,7 +328,7 @@ class Stream:
         timeout = plan.deadline / 2 if plan.call_timeout is None else plan.call_timeout
         try:
             members = dict(sorted(pending.trajectories.items()))
-            pending.trajectories = await _add_scores(task, members, self._run.chat, timeout=timeout)
+            pending.trajectories = await _add_scores(task, members, self._shared.chat, timeout=timeout)
         except Exception as error:  # noqa: BLE001  # the score is the environment's, and so are its faults
             kind = "timeout" if isinstance(error, EnvTimeout) else type(error).__name__
             for member, trajectory in pending.trajectories.items():
