@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,28 +21,71 @@ from rlkit.errors import BackendError, ConfigError
 from tests.each import for_each
 from tests.properties import examples
 
+GUESS = functools.partial(between_tags, tag="guess")
+TAGGED = {
+    "<answer> 3\n</answer>": "3",
+    "<answer>1</answer><answer>2</answer> <answer>": "2",
+    "<answer>a<answer>b</answer>": "b",
+    "</answer><answer>": None,
+    "<answer>3": None,
+    "3</answer>": None,
+    "<answer></answer>": "",
+}
+
 
 @for_each(
-    ("text", "expected"),
+    ("find", "text", "expected"),
     [
-        (r"\boxed{1} \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed { x }", "x"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\{1)}", r"\{1)"),  # an escaped brace opens nothing
-        (r"\boxed{a \boxed{b} c}", r"a \boxed{b} c"),
-        (r"\boxed{a \boxed{b}", "b"),
-        (r"\boxed{1} \boxed{2", "1"),
-        (r"} {\boxed{1}}", "1"),
-        (r"\boxed{}", ""),
-        (r"\\boxed{1}", None),  # a line break and a word
-        ("boxed{1}", None),
-        (r"\boxed 1", None),
-        ("", None),
+        (boxed, r"\boxed{1} \boxed{2}", "2"),
+        (boxed, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (boxed, r"\boxed { x }", "x"),
+        (boxed, r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (boxed, r"\boxed{\{1)}", r"\{1)"),  # an escaped brace opens nothing
+        (boxed, r"\boxed{a \boxed{b} c}", r"a \boxed{b} c"),
+        (boxed, r"\boxed{a \boxed{b}", "b"),
+        (boxed, r"\boxed{1} \boxed{2", "1"),
+        (boxed, r"} {\boxed{1}}", "1"),
+        (boxed, r"\boxed{}", ""),
+        (boxed, r"\\boxed{1}", None),  # a line break and a word
+        (boxed, "boxed{1}", None),
+        (boxed, r"\boxed 1", None),
+        (boxed, "", None),
+        (last_number, "7 - 3 = 4", 4),
+        (last_number, "x = -4.", -4),
+        (last_number, "3-4", 4),
+        (last_number, "\u22125", -5),
+        (last_number, "(+2)", 2),
+        (last_number, "$1,234,567.5!", 1234567.5),
+        (last_number, "12,34", 34),  # not thousands: two numbers
+        (last_number, "1.50", 1.5),
+        (last_number, ".5", 0.5),
+        (last_number, "-$5", -5),
+        (last_number, "\u2212\u20ac1,000", -1000),
+        (last_number, "3-$5", 5),
+        (last_number, "1 000", 1000),
+        (last_number, "1\u202f234\u202f567.5", 1234567.5),
+        (last_number, "1 0000", 0),  # two numbers
+        (last_number, "1000 000", 0),
+        (last_number, "1  000", 0),
+        (last_number, "2e3", 2000.0),
+        (last_number, "1E400 and 3", 3),
+        (last_number, "3 and 1e400", 3),
+        (last_number, "5kg", 5),
+        (last_number, "x1", None),
+        (last_number, "version 1.2.3", 1.2),
+        (last_number, "none", None),
+        (last_number, "\u0665", None),  # digits of other scripts
+        (last_number, "9" * 5000, None),
+        (last_number, "1 " + "9" * 5000, 1),
+        (last_number, "0" * 10 + "7", 7),
+        *((between_tags, text, expected) for text, expected in TAGGED.items()),
+        *((GUESS, text.replace("answer", "guess"), expected) for text, expected in TAGGED.items()),
     ],
 )
-def test_boxed(text, expected):
-    assert boxed(text) == expected
+def test_answers_are_found(find, text, expected):
+    found = find(text)
+    assert found == expected
+    assert type(found) is type(expected)
 
 
 @given(st.recursive(st.text("ab1 ", max_size=3), lambda inner: inner.map(lambda t: "{" + t + "}"), max_leaves=5))
@@ -49,99 +93,49 @@ def test_boxed_holds_what_was_put_in(content):
     assert boxed(f"text {{ \\boxed{{{content}}} }} text") == content.strip()
 
 
-@for_each(
-    ("text", "expected"),
-    [
-        ("7 - 3 = 4", 4),
-        ("x = -4.", -4),
-        ("3-4", 4),
-        ("\u22125", -5),
-        ("(+2)", 2),
-        ("$1,234,567.5!", 1234567.5),
-        ("12,34", 34),  # not thousands: two numbers
-        ("1.50", 1.5),
-        (".5", 0.5),
-        ("-$5", -5),
-        ("\u2212\u20ac1,000", -1000),
-        ("3-$5", 5),
-        ("1 000", 1000),
-        ("1\u202f234\u202f567.5", 1234567.5),
-        ("1 0000", 0),  # two numbers
-        ("1000 000", 0),
-        ("1  000", 0),
-        ("2e3", 2000.0),
-        ("1E400 and 3", 3),
-        ("3 and 1e400", 3),
-        ("5kg", 5),
-        ("x1", None),
-        ("version 1.2.3", 1.2),
-        ("none", None),
-        ("\u0665", None),  # digits of other scripts
-        ("9" * 5000, None),
-        ("1 " + "9" * 5000, 1),
-        ("0" * 10 + "7", 7),
-    ],
-)
-def test_last_number(text, expected):
-    found = last_number(text)
-    assert found == expected
-    assert type(found) is type(expected)
-
-
 @given(st.text("ab \n=", max_size=10), st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_last_number_reads_what_python_writes(text, number):
     assert last_number(f"3 {text} {number!r} {text}") == number
 
 
-@for_each(
-    ("text", "expected"),
-    [
-        ("<answer> 3\n</answer>", "3"),
-        ("<answer>1</answer><answer>2</answer> <answer>", "2"),
-        ("<answer>a<answer>b</answer>", "b"),
-        ("</answer><answer>", None),
-        ("<answer>3", None),
-        ("3</answer>", None),
-        ("<answer></answer>", ""),
-    ],
-)
-def test_between_tags(text, expected):
-    assert between_tags(text) == expected
-    assert between_tags(text.replace("answer", "guess"), "guess") == expected
-
-
 @given(st.text("\\boxed{}<answer>/1,.-e \n", max_size=200))
 @examples(300)
 def test_no_text_is_too_odd(text):
-    assert boxed(text) is None or isinstance(boxed(text), str)
+    assert isinstance(boxed(text), str | None)
     assert last_number(text) is None or abs(last_number(text)) < float("inf")
-    assert between_tags(text) is None or isinstance(between_tags(text), str)
+    assert isinstance(between_tags(text), str | None)
+
+
+UNITS = ["\\boxed{", "{", "}", "\\", "1", "1,", "1,111", "-", ".1", "1e", "<answer>", " ", "\\boxed "]
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "unit", ["\\boxed{", "{", "}", "\\", "1", "1,", "1,111", "-", ".1", "1e", "<answer>", " ", "\\boxed "]
-)
+@pytest.mark.parametrize("unit", UNITS)
 def test_a_megabyte_of_anything(unit):
     """A quadratic search would take hours."""
-    text = unit * (1_000_000 // len(unit))
     for find in (boxed, last_number, between_tags):
-        find(text)
+        find(unit * (1_000_000 // len(unit)))
 
 
-@pytest.mark.parametrize("find", [boxed, last_number, between_tags])
-def test_only_text_is_searched(find):
-    with pytest.raises(ConfigError, match="expected a string"):
-        find(None)
-
-
-needs_math = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="rlkit-lm[math] is not installed"
+@for_each(
+    ("function", "arguments", "message"),
+    [
+        *((find, (None,), "expected a string") for find in (boxed, last_number, between_tags)),
+        (math_equal, (3, "3"), "answer: got 3"),
+        (math_equal, ("3", None), "truth: got None"),
+        (functools.partial(math_equal, timeout=0), ("1", "2"), "timeout"),
+    ],
 )
+def test_wrong_arguments(function, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        function(*arguments)
+
+
+needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs rlkit-lm[math]")
 
 
 @needs_math
-@pytest.mark.parametrize(
+@for_each(
     ("answer", "truth", "expected"),
     [
         (r"\frac12", "0.5", True),
@@ -168,42 +162,26 @@ def test_math_equal(answer, truth, expected):
 
 def test_simple_answers_need_no_process(monkeypatch):
     monkeypatch.setattr(answers._POOL, "ask", None)
-    assert math_equal("3", "3 ")
-    assert math_equal("1/2", "0.50")
-    assert math_equal("1000", "1e3")
-    assert math_equal("2.5E-1", "1/4")
-    assert math_equal(r"\frac{1}{2}", r"\frac{1}{2}")
+    equal = {"3": "3 ", "1/2": "0.50", "1000": "1e3", "2.5E-1": "1/4", r"\frac{1}{2}": r"\frac{1}{2}"}
+    assert all(math_equal(answer, truth) for answer, truth in equal.items())
     assert not math_equal("x" * 10_001, "1")
 
 
 @needs_math
 def test_an_endless_comparison_is_ended_off_the_main_thread():
     """The algebra would compute for ever; the process is killed, the next comparison gets a new one."""
-    results = {}
-
-    def compare():
-        results["endless"] = math_equal("9^{9^{9^{9}}}", "3", timeout=1.0)
-        results["next"] = math_equal(r"\frac{2}{4}", "0.5", timeout=60)
-
-    thread = threading.Thread(target=compare)
-    thread.start()
-    thread.join(200)
-    assert results == {"endless": False, "next": True}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_equal, "9^{9^{9^{9}}}", "3", timeout=1.0).result(100) is False
+        assert pool.submit(math_equal, r"\frac{2}{4}", "0.5", timeout=60).result(100) is True
 
 
 @needs_math
 def test_many_threads_share_few_processes():
-    results = [None] * 16
-
     def compare(i):
-        results[i] = math_equal(rf"\frac{{{i}}}{{3}}", f"{2 * i}/6" if i % 2 else "77", timeout=60)
+        return math_equal(rf"\frac{{{i}}}{{3}}", f"{2 * i}/6" if i % 2 else "77", timeout=60)
 
-    threads = [threading.Thread(target=compare, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [bool(i % 2) for i in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(compare, range(16))) == [bool(i % 2) for i in range(16)]
     assert 1 <= len(answers._POOL._free) <= 4
 
 
@@ -254,14 +232,3 @@ def test_what_cannot_be_started(monkeypatch, tmp_path):
         broken.write_text("raise SystemExit('it is broken')")
         with pytest.raises(BackendError, match="it wrote: it is broken"):
             answers._start_child()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((3, "3"), "answer: got 3"), (("3", None), "truth: got None")],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        math_equal(*arguments)
-    with pytest.raises(ConfigError, match="timeout"):
-        math_equal("1", "2", timeout=0)

@@ -6,21 +6,27 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rlkit import EnvError, _process
 from rlkit._process import Child, ChildLost, Program
+from tests.each import for_each
 
 FORK = "import os, time\npid = os.fork()\nif not pid:\n    time.sleep(600)\nprint(pid, flush=True)\n"
-DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nUP\ntime.sleep(600)"
 
 
 def program(code, **options):
     return Program([sys.executable, "-c", code], environment=dict(os.environ), **options)
+
+
+def said_by(code):
+    """What another interpreter writes, which may be killed."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stdout.split()
 
 
 def gone(pid):
@@ -36,34 +42,36 @@ def gone(pid):
     return False
 
 
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def killed_when_heard(code, *, heard, **options):
     """How a program ended that is killed once it has come to the line UP."""
     made = program(code.replace("UP", f"open({str(heard)!r}, 'w').close()"), **options)
-    ends = []
-    thread = threading.Thread(target=lambda: ends.append(made.run()))
-    thread.start()
-    while not heard.exists():
-        time.sleep(0.01)
-    made.kill()
-    thread.join(60)
-    assert not thread.is_alive()
-    return ends[0]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(made.run)
+        wait_for(heard)
+        made.kill()
+        return ended.result(60)
 
 
-def test_it_is_fed_and_heard():
-    ended = program(
-        "import sys; t = sys.stdin.read(); print(len(t), 'ä'); print('oh', file=sys.stderr)", stdin=b"x" * 10**6
-    ).run()
-    assert (ended.code, ended.stdout, ended.stderr) == (0, "1000000 ä\n", "oh\n")
+READS = "import sys; print(len(sys.stdin.read()), 'ä'); print('oh', file=sys.stderr)"
 
 
-def test_exit_codes():
-    assert program("raise SystemExit(3)").run().code == 3
-    assert program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").run().code == -11
-
-
-def test_input_that_nobody_reads():
-    assert program("print('no')", stdin=b"x" * 10**7).run().stdout == "no\n"
+@for_each(
+    ("code", "stdin", "expected"),
+    [
+        (READS, 10**6, (0, "1000000 ä\n", "oh\n")),
+        ("print('no')", 10**7, (0, "no\n", "")),  # input that nobody reads
+        ("raise SystemExit(3)", 0, (3, "", "")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 0, (-11, "", "")),
+    ],
+)
+def test_it_is_fed_and_heard(code, stdin, expected):
+    ended = program(code, stdin=b"x" * stdin).run()
+    assert (ended.code, ended.stdout, ended.stderr) == expected
 
 
 def test_of_much_output_the_end_is_kept():
@@ -85,13 +93,11 @@ def test_a_flood_is_ended(tmp_path):
     assert len(ended.stdout) <= 1000
 
 
-def test_one_that_does_not_hear_sigterm(tmp_path):
-    ended = killed_when_heard(DEAF, heard=tmp_path / "up", grace=0.2)
-    assert ended.code == -9
-
-
-def test_children_end_with_it():
-    """When it ends by itself."""
+@pytest.mark.parametrize("waitid", [True, False])
+def test_children_end_with_it(monkeypatch, waitid):
+    """When it ends by itself; also where a process cannot be left waiting when it has ended."""
+    if not waitid:
+        monkeypatch.delattr(os, "waitid", raising=False)
     ended = program(FORK).run()
     assert ended.code == 0
     assert gone(int(ended.stdout))
@@ -133,17 +139,12 @@ def test_killing_one_that_has_ended():
     made.kill(grace=0.0)
 
 
-def test_one_that_cannot_be_started(tmp_path):
+def test_what_cannot_be_started(tmp_path):
+    command = [str(tmp_path / "nothing")]
     with pytest.raises(EnvError, match="could not be started"):
-        Program([str(tmp_path / "nothing")], environment={}).run()
-
-
-def test_without_the_system_s_help(monkeypatch):
-    """Where a process cannot be left waiting when it has ended."""
-    monkeypatch.delattr(os, "waitid", raising=False)
-    ended = program(FORK).run()
-    assert ended.code == 0
-    assert gone(int(ended.stdout))
+        Program(command, environment={}).run()
+    with pytest.raises(OSError, match="nothing"):
+        Child(command, environment={})
 
 
 LEAVES = """
@@ -189,11 +190,7 @@ def test_none_outlives_the_interpreter(tmp_path, number, how):
         try:
             for which in ("True", "False"):
                 assert gone(int(Path(f"{names}{which}").read_text()))
-            for _ in range(1000):
-                if Path(f"{names}ended").exists():
-                    break
-                time.sleep(0.01)
-            assert Path(f"{names}ended").exists()
+            wait_for(Path(f"{names}ended"))
         finally:
             if how == "fork":
                 os.killpg(parent.pid, signal.SIGKILL)
@@ -213,8 +210,9 @@ _orphans.adopt(left[1].pid)
 print(*(each.pid for each in left), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120).stdout
-    assert all(gone(int(pid)) for pid in said.split())
+    first, second = said_by(code)
+    assert gone(int(first))
+    assert gone(int(second))
 
 
 def test_no_descriptor_is_left_open():
@@ -228,8 +226,7 @@ for _ in range(6):
     counts.append(len(os.listdir("/proc/self/fd")))
 print(*counts)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    first, *others = said.split()  # the first run starts a watcher
+    first, *others = said_by(code)  # the first run starts a watcher
     assert others == [first] * 5
 
 
@@ -271,12 +268,12 @@ def test_a_child_answers_in_any_order():
 def test_a_child_that_ends_tells_all_who_wait():
     """And whoever asks later."""
     made = child()
-    answers = [made.ask({"hold": True}) for _ in range(3)] + [made.ask({"leave": True})]
-    for asked in [*answers, made.ask({})]:
+    asked = [made.ask({"hold": True}) for _ in range(3)] + [made.ask({"leave": True}), made.ask({})]
+    for each in asked:
         with pytest.raises(ChildLost, match="the process has ended"):
-            answer_of(asked)
+            answer_of(each)
     with pytest.raises(ChildLost, match="I am leaving"):
-        answer_of(answers[0])
+        answer_of(asked[0])
     assert made.lost
     with pytest.raises(ChildLost):
         answer_of(made.ask({}))
@@ -302,8 +299,8 @@ made.ask({{}})[1].result(60)
 print(made.pid, flush=True)
 {how}
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120).stdout
-    assert gone(int(said))
+    (pid,) = said_by(code)
+    assert gone(int(pid))
 
 
 def test_a_fork_leaves_the_children_alone():
@@ -315,8 +312,3 @@ def test_a_fork_leaves_the_children_alone():
     assert os.waitpid(pid, 0)[1] == 0
     assert answer_of(made.ask({"say": "here"}))["told"] == "here"
     made.end()
-
-
-def test_a_child_that_cannot_be_started(tmp_path):
-    with pytest.raises(OSError, match="nothing"):
-        Child([str(tmp_path / "nothing")], environment={})

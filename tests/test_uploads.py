@@ -40,8 +40,7 @@ def server():
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             self.server.seen.append((self.path, self.headers["x-api-key"], json.loads(body)))
-            if self.server.gate is not None:
-                self.server.gate.wait(30)
+            self.server.gate.wait(30)
             status = self.server.statuses.pop(0) if self.server.statuses else 200
             self.send_response(status)
             if status == 307:
@@ -54,34 +53,36 @@ def server():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.statuses, server.gate = [], [], None
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.seen, server.statuses, server.gate = [], [], threading.Event()
+    server.gate.set()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
     yield server
-    if server.gate is not None:
-        server.gate.set()
+    server.gate.set()
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def uploaded(server, *groups, **options):
+    """The closed upload of these groups."""
+    with OpenRewardUpload("run", **{"url": server.url, "api_key": KEY, **options}) as upload:
+        upload.submit(groups)
+    return upload
 
 
 def test_what_is_sent(server, monkeypatch):
     """A rollout, its messages in order with the turns' rewards, and an update."""
     monkeypatch.setenv("OPENREWARD_API_URL", server.url)
     monkeypatch.setenv("OPENREWARD_API_KEY", KEY)
-    with OpenRewardUpload("run") as upload:
-        upload.submit([group()])
+    upload = uploaded(server, group(), url=None, api_key=None)
     assert upload.metrics == {"upload/sent": 1, "upload/failed": 0, "upload/dropped": 0, "upload/waiting": 0}
     (path, key, first), (_, _, second) = server.seen
     assert (path, key) == ("/v1/rollouts", KEY)
     (start,) = first["events"]
-    assert {k: start[k] for k in ("eventType", "runName", "environment", "step")} == {
-        "eventType": "rollout",
-        "runName": "run",
-        "environment": "sum",
-        "step": 7,
-    }
+    sent = [start[name] for name in ("eventType", "runName", "environment", "step")]
+    assert sent == ["rollout", "run", "sum", 7]
     *messages, update = second["events"]
     assert [(m["eventType"], m["type"], m["index"], m.get("reward")) for m in messages] == [
         ("message", "system_message", 0, None),
@@ -100,42 +101,33 @@ def test_what_is_sent(server, monkeypatch):
 def test_a_turn_without_a_reward_is_sent_without(server):
     (trajectory,) = group().trajectories
     turns = [attrs.evolve(trajectory.turns[0], reward=0.0, rewards=()), *trajectory.turns[1:]]
-    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
-        upload.submit(attrs.evolve(group(), trajectories=[attrs.evolve(trajectory, turns=turns)]))
+    uploaded(server, attrs.evolve(group(), trajectories=[attrs.evolve(trajectory, turns=turns)]))
     said = [m for m in server.seen[1][2]["events"] if m.get("type") == "assistant_message"]
     assert "reward" not in said[0]
 
 
-def test_tried_again(server):
-    server.statuses = [500, 429]
-    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
-        upload.submit(group())
-    assert upload.metrics["upload/sent"] == 1
-    assert len(server.seen) == 4
+@for_each(
+    ("statuses", "sent", "requests"),  # an answer that may change is asked for again; a redirect is not followed
+    [([500, 429], 1, 4), ([307], 0, 1)],
+)
+def test_answers_of_the_server(server, statuses, sent, requests):
+    server.seen, server.statuses = [], list(statuses)
+    upload = uploaded(server, group())
+    assert (upload.metrics["upload/sent"], upload.metrics["upload/failed"]) == (sent, 1 - sent)
+    assert [path for path, *_ in server.seen] == ["/v1/rollouts"] * requests
 
 
-def test_refused(server, caplog):
-    """An answer that will not change is not asked for again; it is counted, and logged once."""
+def test_failures_are_counted_and_logged_once(server, caplog):
     server.statuses = [401, 401]
-    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
-        upload.submit([group(), group(), group()])
+    upload = uploaded(server, group(), group(), group())
     assert (upload.metrics["upload/failed"], upload.metrics["upload/sent"]) == (2, 1)
-    assert [r.message.partition(";")[0] for r in caplog.records] == [
-        "tracker OpenRewardUpload failed: HTTPError: HTTP Error 401: Unauthorized"
-    ]
-
-
-def test_a_redirect_is_not_followed(server):
-    server.statuses = [307]
-    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
-        upload.submit(group())
-    assert upload.metrics["upload/failed"] == 1
-    assert [path for path, *_ in server.seen] == ["/v1/rollouts"]
+    (record,) = caplog.records
+    assert record.message.startswith("tracker OpenRewardUpload failed: HTTPError: HTTP Error 401: Unauthorized;")
 
 
 def test_a_server_that_hangs_holds_up_nothing(server):
     """submit returns, what does not fit is dropped, and close gives up."""
-    server.gate = threading.Event()
+    server.gate.clear()
     upload = OpenRewardUpload("run", url=server.url, capacity=2)
     for _ in range(50):
         upload.submit(group())
@@ -156,19 +148,14 @@ def test_a_run_uploads_its_trajectories(server, tmp_path):
     assert [event["eventType"] for _, _, body in server.seen for event in body["events"]][:2] == ["rollout", "message"]
 
 
-def test_no_server():
-    upload = OpenRewardUpload("run", url="http://127.0.0.1:1", attempts=1)
-    upload.submit(group())
-    upload.close()
-    assert upload.metrics["upload/failed"] == 1
+def test_no_server(server):
+    assert uploaded(server, group(), url="http://127.0.0.1:1", attempts=1).metrics["upload/failed"] == 1
 
 
 def test_the_key_is_nowhere(server, caplog):
     caplog.set_level(logging.DEBUG)
     server.statuses = [400]
-    upload = OpenRewardUpload("run", url=server.url, api_key=KEY)
-    upload.submit(group())
-    upload.close()
+    upload = uploaded(server, group())
     assert KEY not in repr(upload) + caplog.text + repr(vars(upload))
     with pytest.raises(TypeError, match="cannot be pickled") as caught:
         pickle.dumps(upload)
@@ -176,26 +163,18 @@ def test_the_key_is_nowhere(server, caplog):
 
 
 @for_each(
-    ("arguments", "message"),
+    ("name", "value"),
     [
-        ({"run": ""}, "run"),
-        ({"run": 3}, "run"),
-        ({"run": "r", "url": "file:///etc/passwd"}, "url"),
-        ({"run": "r", "url": 3}, "url"),
-        ({"run": "r", "api_key": "a\nb"}, "api_key"),
-        ({"run": "r", "capacity": 0}, "capacity"),
-        ({"run": "r", "timeout": 0}, "timeout"),
-        ({"run": "r", "attempts": 0}, "attempts"),
+        *(("run", ""), ("run", 3), ("url", "file:///etc/passwd"), ("url", 3)),
+        *(("api_key", "a\nb"), ("capacity", 0), ("timeout", 0), ("attempts", 0)),
     ],
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        OpenRewardUpload(**arguments)
+def test_bad_arguments(name, value):
+    with pytest.raises(ConfigError, match=name) as caught:
+        OpenRewardUpload(**{"run": "r", name: value})
     assert "a\nb" not in str(caught.value)
 
 
-def test_only_groups():
-    upload = OpenRewardUpload("run", url="http://127.0.0.1:1")
+def test_only_groups(server):
     with pytest.raises(DataError, match=r"groups\[0\]"):
-        upload.submit([3])
-    upload.close()
+        uploaded(server, 3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
+import rlkit
 from rlkit import tools
 
 SPECIAL = [
@@ -115,8 +117,21 @@ def act(chat, text, stop_reason="stop", **given):
     return chat.action(chat.tokenizer.encode(text, special=True), stop_reason, **given)
 
 
+def played(chat, *turns):
+    """The conversation after an observation, what was sampled for it, an observation, what was sampled, ..."""
+    conversation = chat.start(turns[0])
+    for text, observation in zip(turns[1::2], turns[2::2], strict=True):
+        conversation.add(act(chat, text), observation)
+    return conversation
+
+
 def shown(t, ids):
     return t.decode(ids, skip_special=False)
+
+
+def ask(text):
+    """A question as ChatML has it, with the head of the answer."""
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @functools.cache
@@ -134,9 +149,7 @@ def family(kind: str, template: str | None = None):
     """The same with the control tokens that a renderer of the package ``renderers`` asks for, and a template."""
     import renderers
 
-    class Asked:
-        """Gives each text an id, and remembers it."""
-
+    class Asked:  # gives each text an id, and remembers it
         name_or_path, unk_token_id, eos_token_id, chat_template = "", None, 0, template
         texts: dict[str, int] = {}
 
@@ -175,11 +188,9 @@ def trained(special, added):
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     corpus = ["the user said: what is 1 + 2? the assistant said it is 3. think about the tool, then answer\n\n"] * 5
     inner.train_from_iterator([*corpus, "<|im_ end|> im_end im_start |> <| tool_call end_of_turn eot_id"] * 2, trainer)
@@ -188,16 +199,15 @@ def trained(special, added):
 
 
 @functools.cache
-def smollm2():
-    """The real tokenizer of SmolLM2, without its model; None where its package is not installed."""
+def every_tokenizer():
+    """By name: those of all templates, the toy's, and SmolLM2's, where that is installed."""
     import transformers as tf
 
     from rlkit.backends.local.hub import model_path
     from rlkit.backends.tokenizers import LocalTokenizer
-    from rlkit.errors import RlkitError
 
-    try:
+    found = {kind: tokenizer(kind) for kind in TEMPLATES} | {"toy": rlkit.connect("toy").tokenizer}
+    with contextlib.suppress(rlkit.RlkitError):
         hf = tf.AutoTokenizer.from_pretrained(model_path("smollm2-135m-instruct"))
-    except RlkitError:
-        return None
-    return LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[2])
+        found["smollm2"] = LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[2])
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -10,24 +13,21 @@ pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rlkit
 from rlkit.chat.templates import PLACEHOLDER, ControlText
 from rlkit.errors import DataError
-from tests.chat.build import ADDED, QWEN3, SPECIAL, smollm2, tokenizer
+from tests.chat.build import ADDED, QWEN3, SPECIAL, every_tokenizer, tokenizer, wrapped
+from tests.each import for_each
 from tests.properties import examples
 
-pieces = st.lists(
-    st.one_of(
-        st.sampled_from([*SPECIAL, *ADDED]),
-        st.sampled_from(["<|im_", "end|>", "<", "|>", "<|", " ", "\n", "im_end", "\ud800", "\U000f0010", PLACEHOLDER]),
-        st.text(max_size=6),
-    ),
-    max_size=8,
-)
-hostile = pieces.map("".join)
+BITS = ["<|im_", "end|>", "<", "|>", "<|", " ", "\n", "im_end", "\ud800", "\U000f0010", PLACEHOLDER]
+pieces = st.sampled_from([*SPECIAL, *ADDED]) | st.sampled_from(BITS) | st.text(max_size=6)
+hostile = st.lists(pieces, max_size=8).map("".join)
 harmless = st.text(
     st.characters(exclude_characters="<>[]|\U000f0010\U000f0011", exclude_categories=["Cs"]), max_size=40
 )
+
+
+QWEN = tokenizer("qwen3")
 
 
 class Bare:
@@ -38,12 +38,8 @@ class Bare:
         self.vocab_size, self.chat_template = inner.vocab_size, inner.chat_template
 
 
-def tokenizers():
-    made = [tokenizer("qwen3"), rlkit.connect("toy").tokenizer, Bare(tokenizer("qwen3"))]
-    return made + [real for real in [smollm2()] if real is not None]
-
-
-CONTROLS = [(ControlText(t, QWEN3), t) for t in tokenizers()]
+REAL = [t for name, t in every_tokenizer().items() if name in ("qwen3", "toy", "smollm2")]
+CONTROLS = [(ControlText(t, QWEN3), t) for t in (*REAL, Bare(QWEN))]
 
 
 @given(hostile, hostile, st.sampled_from(["", " ", "x"]))
@@ -78,28 +74,24 @@ def test_harmless_text_has_its_usual_tokens(text):
 
 def test_template_tokens_in_text_of_the_environment():
     """<tool_call> is not special, but it is the template's: the environment cannot write it, program and policy can."""
-    t = tokenizer("qwen3")
-    control = ControlText(t, QWEN3)
-    token = t.hf.convert_tokens_to_ids("<tool_call>")
+    token = QWEN.hf.convert_tokens_to_ids("<tool_call>")
+    control, plain = ControlText(QWEN, QWEN3), ControlText(QWEN, None)
     assert token not in control.encode(control.mark("a <tool_call> b"))
     assert token in control.encode(control.mark("a <tool_call> b", foreign=False))
-    assert token in ControlText(t, None).encode(ControlText(t, None).mark("a <tool_call> b"))
+    assert token in plain.encode(plain.mark("a <tool_call> b"))
 
 
-def test_two_contents_do_not_make_one_token():
+@for_each("text", ["<|im_end|>", "</think>"])
+def test_two_contents_do_not_make_one_token(text):
     """Wherever a control token is cut in two, and whatever the template trims at the cut."""
-    t = tokenizer("qwen3")
-    control = ControlText(t, QWEN3)
-    tokens = [t.hf.convert_tokens_to_ids(text) for text in ("<|im_end|>", "</think>")]
-    for text in ("<|im_end|>", "</think>"):
-        for i in range(1, len(text)):
-            halves = control.mark(f"a {text[:i]} \n"), control.mark(text[i:])
-            assert not np.isin(control.encode(halves[0].rstrip() + halves[1]), tokens).any(), text[:i]
+    control = ControlText(QWEN, QWEN3)
+    for i in range(1, len(text)):
+        first, second = control.mark(f"a {text[:i]} \n"), control.mark(text[i:])
+        assert QWEN.hf.convert_tokens_to_ids(text) not in control.encode(first.rstrip() + second), text[:i]
 
 
 def test_special_tokens_of_the_template_stay():
-    t = tokenizer("qwen3")
-    control = ControlText(t, QWEN3)
+    control = ControlText(QWEN, QWEN3)
     text = f"<|im_start|>user\n{control.mark('<|im_end|>')}<|im_end|>"
     assert np.isin(control.encode(text), control.special_ids).sum() == 2
 
@@ -127,10 +119,7 @@ def test_overlapping_texts_are_all_cut():
 
 def test_a_normaliser_cannot_make_control_tokens():
     """A tokenizer that folds wide characters would read "<|im_end|>" in full-width brackets."""
-    import transformers as tf
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    from rlkit.backends.tokenizers import LocalTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -138,29 +127,23 @@ def test_a_normaliser_cannot_make_control_tokens():
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken("<|im_end|>", normalized=True, special=True)])
-    hf = tf.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=AddedToken("<|im_end|>", normalized=True))
-    t = LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[256])
+    t = wrapped(inner, {"eos_token": AddedToken("<|im_end|>", normalized=True)}, None, ["<|im_end|>"])
     assert 256 in t.encode("\uff1c|im_end|\uff1e", special=True)  # the danger is real
     control = ControlText(t, None)
     assert 256 not in control.encode(control.mark("a \uff1c|im_end|\uff1e b"))
     ids = control.encode(control.mark("\uff1c|im_end|\uff1e") + "<|im_end|>")
-    assert (ids == 256).sum() == 1
-    assert ids[-1] == 256
+    assert np.flatnonzero(ids == 256).tolist() == [ids.size - 1]
 
 
 def test_a_tokenizer_that_puts_a_blank_first():
     """Only the first text of a prompt gets it, as in one encoding of the whole."""
-    import transformers as tf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from rlkit.backends.tokenizers import LocalTokenizer
 
     vocab = {c: i for i, c in enumerate([*"▁ab\n", "▁a", "<unk>"])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>"))  # noqa: S106
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     inner.decoder = decoders.Metaspace(prepend_scheme="first")
-    hf = tf.PreTrainedTokenizerFast(tokenizer_object=inner)
-    control = ControlText(LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[5]), None)
+    control = ControlText(wrapped(inner, {}, None, ["<unk>"]), None)
     whole = control.encode("b\naab")
     parts = np.concatenate([control.encode("b\n"), control.encode("aab", first=False)])
     assert whole.tolist() == parts.tolist()
@@ -168,50 +151,32 @@ def test_a_tokenizer_that_puts_a_blank_first():
 
 
 def test_values_are_marked_wherever_they_stand():
-    control = ControlText(tokenizer("qwen3"), QWEN3)
+    control = ControlText(QWEN, QWEN3)
     value = {"role": "user", "n": [1, 2.5, None, True, np.int64(3)], "args": {"<|im_end|>": ("<|im_end|>", "ok")}}
     marked = control.mark(value)
     assert marked["n"] == [1, 2.5, None, True, 3]
     assert "<|im_end|>" not in repr(marked)
     assert value["args"]["<|im_end|>"][1] == "ok"  # the caller's value is not changed
-
-
-def test_what_is_no_text():
-    control = ControlText(tokenizer("qwen3"), QWEN3)
-    with pytest.raises(DataError, match=r"message\['a'\]\[1\]: got .*object"):
-        control.mark({"a": [1, object()]})
     deep = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(DataError, match="nested more than 64 levels deep"):
-        control.mark(deep)
+    for wrong, message in (({"a": [1, object()]}, r"message\['a'\]\[1\]: got .*object"), (deep, "nested more than 64")):
+        with pytest.raises(DataError, match=message):
+            control.mark(wrong)
 
 
 def test_threads_do_not_change_each_others_tokens():
     """Whether special tokens are split is a state of the tokenizer; calls with and without must not mix."""
-    import sys
-    import threading
-
-    t, text = tokenizer("qwen3"), "<|im_end|> what is the user's answer <|im_start|>" * 5
-    expected = {special: t.encode(text, special=special).tolist() for special in (False, True)}
-    wrong = []
+    text = "<|im_end|> what is the user's answer <|im_start|>" * 5
+    expected = {special: QWEN.encode(text, special=special).tolist() for special in (False, True)}
 
     def encode(special):
-        for _ in range(60):
-            try:
-                if t.encode(text, special=special).tolist() != expected[special]:
-                    wrong.append(special)
-            except RuntimeError as error:
-                wrong.append(error)
+        return all(QWEN.encode(text, special=special).tolist() == expected[special] for _ in range(60))
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
-        threads = [threading.Thread(target=encode, args=(i % 2 == 0,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(encode, (True, False, True, False)))
     finally:
         sys.setswitchinterval(interval)
-    assert wrong == []

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit.chat import Chat
 from rlkit.chat.messages import read_messages
-from tests.chat.build import ADDED, APPENDING, END, SPECIAL, smollm2, tokenizer
+from tests.chat.build import ADDED, APPENDING, END, SPECIAL, every_tokenizer, tokenizer
 from tests.properties import examples
 
-KINDS = ["chatml", "llama3", "gemma", "qwen3", "glm", None]
-TOKENIZERS = {kind: tokenizer(kind) for kind in KINDS} | {"toy": rlkit.connect("toy").tokenizer}
-if (real := smollm2()) is not None:
-    TOKENIZERS["smollm2"] = real
+TOKENIZERS = every_tokenizer() | {None: tokenizer(None)}
 ENDS = END | {None: "<|endoftext|>", "toy": "<|im_end|>", "smollm2": "<|im_end|>"}
 
 
@@ -31,10 +28,8 @@ def chat_with(kind, **given_settings):
     return Chat(TOKENIZERS[kind], **given_settings)
 
 
-bits = st.one_of(
-    st.sampled_from([*SPECIAL, *ADDED, "<|im_", "end|>", "<", " ", "\n", "{", "\\", "\U000f0010", "\U000f0011"]),
-    st.text(max_size=5),
-)
+BITS = [*SPECIAL, *ADDED, "<|im_", "end|>", "<", " ", "\n", "{", "\\", "\U000f0010", "\U000f0011"]
+bits = st.sampled_from(BITS) | st.text(max_size=5)
 hostile = st.lists(bits, max_size=6).map("".join)
 thoughts = st.sampled_from(["<think>\nhm\n</think>\n\n", "<think>hm</think>", "hm\n</think>", ""])
 
@@ -140,17 +135,15 @@ def test_turn_by_turn_is_all_at_once(kind, texts, system):
 @examples(100)
 def test_every_text_arrives(texts):
     """Decoded, the prompt is the template's text with the contents in it, hostile as they are."""
-    t = TOKENIZERS["chatml"]
     chat = chat_with("chatml")
     texts = texts if len(texts) % 2 else texts[:-1]
     shown = [("".join("\ufffd" if c in "\U000f0010\U000f0011" else c for c in text)) for text in texts]
     conversation = chat.start(texts[0])
     for said, answer in zip(shown[1::2], texts[2::2], strict=True):
-        conversation.add(chat.action(t.encode(said)), answer)
-    expected = "".join(
-        f"<|im_start|>{['user', 'assistant'][i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(shown)
-    )
-    assert t.decode(conversation.prompt, skip_special=False) == expected + "<|im_start|>assistant\n"
+        conversation.add(chat.action(chat.tokenizer.encode(said)), answer)
+    turns = [f"<|im_start|>{['user', 'assistant'][i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(shown)]
+    expected = "".join([*turns, "<|im_start|>assistant\n"])
+    assert chat.tokenizer.decode(conversation.prompt, skip_special=False) == expected
 
 
 def test_messages_that_never_end():

@@ -21,59 +21,48 @@ from tests.chat.build import QWEN3, SCHEMAS, act, add, family, tokenizer
 from tests.each import for_each
 from tests.properties import examples
 
-THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
-END = {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"}
+
+def template(**calls):
+    """A response template with this form of calls, as transformers' server has it for models like Qwen3."""
+    fields = {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {"repeats": True, **calls},
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"},
+    }
+    return {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields}
+
+
+def json_template(call):
+    return template(open_pattern=r"\s*<tool_call>", close="</tool_call>", content="json", transform=call)
+
+
 MADE = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-JSON = {  # as transformers' server has it for Qwen2.5 and Qwen3
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": THOUGHT,
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": END,
-    },
-}
-XML = copy.deepcopy(JSON)  # for Qwen3.5
-XML["fields"]["tool_calls"] = {
-    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-    "close_pattern": r"</function>\s*</tool_call>",
-    "repeats": True,
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-    "transform": MADE,
-}
-LAX = copy.deepcopy(JSON)  # a format that rlkit does not know, like Gemma 4's
-LAX["fields"]["tool_calls"] = {
-    "open_pattern": r"<tool_call>call:(?P<name>\w+)",
-    "close": "</tool_call>",
-    "repeats": True,
-    "content": "json",
-    "content_args": {"unquoted_keys": True, "string_delims": [["<q>", "<q>"]]},
-    "transform": MADE,
-}
+JSON = json_template({"type": "function", "function": "{content}"})
+XML = template(  # for Qwen3.5
+    open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    close_pattern=r"</function>\s*</tool_call>",
+    content="xml-inline",
+    content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+    transform=MADE,
+)
+LAX = template(  # a format that rlkit does not know, like Gemma 4's
+    open_pattern=r"<tool_call>call:(?P<name>\w+)",
+    close="</tool_call>",
+    content="json",
+    content_args={"unquoted_keys": True, "string_delims": [["<q>", "<q>"]]},
+    transform=MADE,
+)
 WRITTEN = {  # template and rlkit's format for it, two calls
     "json": (
-        JSON,
-        "hermes",
-        '<tool_call>\n{"name": "add", "arguments": {"x": 7}}\n</tool_call>',
+        *(JSON, "hermes", '<tool_call>\n{"name": "add", "arguments": {"x": 7}}\n</tool_call>'),
         '<tool_call>{"name": "add", "arguments": {"x": 1, "note": "</think>"}}</tool_call>',
     ),
     "xml": (
-        XML,
-        "qwen3_coder",
-        "<tool_call>\n<function=add>\n<parameter=x>\n7\n</parameter>\n</function>\n</tool_call>",
+        *(XML, "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=x>\n7\n</parameter>\n</function>\n</tool_call>"),
         "<tool_call><function=add><parameter=x>1</parameter><parameter=note></think></parameter></function></tool_call>",
     ),
     "lax": (
-        LAX,
-        "hermes",
-        "<tool_call>call:add{x:7}</tool_call>",
+        *(LAX, "hermes", "<tool_call>call:add{x:7}</tool_call>"),
         "<tool_call>call:add{x:1,note:<q></think><q>}</tool_call>",
     ),
 }
@@ -110,8 +99,8 @@ def test_a_turn_is_read(kind, tmp_path):
         for first, second in (parsed.calls, twice.calls):
             assert first.position < second.position
         assert (parsed.errors, parsed.reasoning) == ((), "hm <b>")
-        assert parsed.text_outside.split() == ["Let", "me", "see.", "And:"]
         assert action.content == parsed.text_outside
+        assert parsed.text_outside.split() == ["Let", "me", "see.", "And:"]
         assert pickle.loads(pickle.dumps(action)).parsed == action.parsed
 
 
@@ -185,30 +174,32 @@ def test_what_cannot_be_read_is_reported_as_without_the_template(kind, bad):
         assert read(one) == read(two)
 
 
-def test_a_broken_call_of_an_unknown_format_is_no_answer():
-    """Where rlkit's format finds nothing, the policy is told that its turn cannot be read."""
-    env = tools.ToolEnv("7 + 0?", [add], lambda answer: 1.0, format="json")
-    chat = Chat(with_template(LAX))
-    for text, why in (
+@for_each(
+    ("text", "why"),
+    [
         ("<tool_call>call:add{x:<q>}</tool_call>", "ValueError: json: could not parse"),
         ("<tool_call>add{x:7}</tool_call>", "<tool_call> is not followed by a call"),
         ("\n" * 1000 + "yes", "blanks in a row"),
-    ):
-        action = said(chat, text)
+        ("It is 7.<|im_end|>", None),
+    ],
+)
+def test_a_broken_call_of_an_unknown_format_is_no_answer(text, why):
+    """Where rlkit's format finds nothing, the policy is told that its turn cannot be read."""
+    env = tools.ToolEnv("7 + 0?", [add], lambda answer: 1.0, format="json")
+    action = said(Chat(with_template(LAX)), text)
+    result = asyncio.run(env.step(action))
+    assert result.terminated == (why is None)
+    if why is not None:
         assert action.parsed is None
         assert pickle.loads(pickle.dumps(action)).unread == action.unread
-        result = asyncio.run(env.step(action))
-        assert not result.terminated
         assert "the turn cannot be read" in result.observation[0]["content"]
         assert why in result.observation[0]["content"]
-    assert asyncio.run(env.step(said(chat, "It is 7.<|im_end|>"))).terminated
 
 
 def test_order_with_a_renderer(monkeypatch):
     """The template is first; the renderer reads what the template cannot, and control tokens that are only text."""
     pytest.importorskip("renderers")
-    named = copy.deepcopy(JSON)
-    named["fields"]["tool_calls"]["transform"] = {"name": "by_template", "arguments": "{content.arguments}"}
+    named = json_template({"name": "by_template", "arguments": "{content.arguments}"})
     t = with_template(named, family("qwen3", QWEN3))
     monkeypatch.setattr(t.hf, "name_or_path", "Qwen/Qwen3-8B")
     chat = Chat(t)
