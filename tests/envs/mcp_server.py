@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from mcp.server import MCPServer
@@ -32,32 +32,27 @@ def stock(fruit: str) -> int:
 
 @server.tool()
 def sell(fruit: str) -> str:
-    """Sells one, which this process remembers."""
     sold.append(fruit)
     return f"sold {len(sold)}"
 
 
 @server.tool()
 def price(fruit: str) -> Price:
-    """Says what a piece costs."""
     return Price(amount=0.5, currency="EUR")
 
 
 @server.tool(structured_output=False)
 def picture(fruit: str) -> CallToolResult:
-    """Shows a fruit."""
     return CallToolResult(content=[TextContent(text="a pear"), ImageContent(data="aGk=", mime_type="image/png")])
 
 
 @server.tool()
 def pid() -> int:
-    """Says which process this is."""
     return os.getpid()
 
 
 @server.tool()
 def token() -> str:
-    """Says what is in the environment."""
     return os.environ.get("TOKEN", "none") + " " + os.environ.get("OPENAI_API_KEY", "none")
 
 
@@ -72,9 +67,8 @@ def die() -> str:
 
 
 @server.tool()
-def sleep(seconds: float) -> str:
-    """Takes its time."""
-    time.sleep(seconds)
+async def sleep(seconds: float) -> str:
+    await asyncio.sleep(seconds)
     return "awake"
 
 

@@ -22,10 +22,27 @@ class Text(BaseModel):
     text: str
 
 
+def output(text=None, reward=None, **more):
+    return ToolOutput(blocks=[] if text is None else [TextBlock(text=text)], reward=reward, **more)
+
+
 class Counted(Environment):
     """Counts how many sessions are open, which ``state`` tells."""
 
+    tasks = {"train": [{}]}  # of each split
+    prompt = ("",)  # its blocks
     counted = False
+
+    @classmethod
+    def list_splits(cls):
+        return list(cls.tasks)
+
+    @classmethod
+    def list_tasks(cls, split):
+        return cls.tasks[split]
+
+    def get_prompt(self):
+        return [TextBlock(text=block.format(**self.task_spec)) for block in self.prompt]
 
     def setup(self):
         self.counted = True
@@ -41,31 +58,23 @@ class Counted(Environment):
 class Sums(Counted):
     """Add two numbers. ``answer`` ends the episode."""
 
-    @classmethod
-    def list_splits(cls):
-        return ["train", "test", "empty"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        numbers = {"train": range(10), "test": range(100, 103), "empty": []}[split]
-        return [{"x": number, "y": 2 * number} for number in numbers]
-
-    def get_prompt(self):
-        return [TextBlock(text="Add these."), TextBlock(text=f"{self.task_spec['x']} + {self.task_spec['y']}")]
+    tasks = {
+        split: [{"x": number, "y": 2 * number} for number in numbers]
+        for split, numbers in (("train", range(10)), ("test", range(100, 103)), ("empty", ()))
+    }
+    prompt = ("Add these.", "{x} + {y}")
 
     @tool
     async def answer(self, p: Value) -> ToolOutput:
         """Gives the sum."""
         right = p.value == self.task_spec["x"] + self.task_spec["y"]
-        return ToolOutput(
-            blocks=[TextBlock(text="noted")], reward=float(right), finished=True, metadata={"right": right}
-        )
+        return output("noted", float(right), finished=True, metadata={"right": right})
 
     @tool
     async def look(self, p: Text) -> ToolOutput:
         """Says something back."""
         SESSIONS["looked"] += 1
-        return ToolOutput(blocks=[TextBlock(text=f"you said {p.text}")], reward=0.25)
+        return output(f"you said {p.text}", 0.25)
 
     @tool
     async def fail(self) -> ToolOutput:
@@ -76,98 +85,62 @@ class Sums(Counted):
     async def sleep(self, p: Value) -> ToolOutput:
         """Takes its time."""
         await asyncio.sleep(p.value)
-        return ToolOutput(blocks=[TextBlock(text="awake")])
+        return output("awake")
 
 
 class Essays(Counted):
     """The policy's plain message is the answer."""
 
-    @classmethod
-    def list_splits(cls):
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        return [{"word": word} for word in ("sun", "moon")]
-
-    def get_prompt(self):
-        return [TextBlock(text=f"Write about the {self.task_spec['word']}.")]
+    tasks = {"train": [{"word": "sun"}, {"word": "moon"}]}
+    prompt = ("Write about the {word}.",)
 
     @terminal
     @tool
     async def submit(self, p: Text) -> ToolOutput:
         """Grades."""
-        return ToolOutput(blocks=[], reward=float(self.task_spec["word"] in p.text), finished=True)
+        return output(reward=float(self.task_spec["word"] in p.text), finished=True)
 
 
 class Keys(Counted):
     """Says which secrets have arrived."""
 
+    prompt = ("Which keys are there?",)
+
     def __init__(self, task_spec={}, secrets={}):  # noqa: B006
         super().__init__(task_spec)
         self.secrets = secrets
 
-    @classmethod
-    def list_splits(cls):
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        return [{}]
-
-    def get_prompt(self):
-        return [TextBlock(text="Which keys are there?")]
-
     @tool
     async def keys(self) -> ToolOutput:
         """Names of secrets, and how long they are."""
-        shown = ", ".join(f"{name}:{len(value)}" for name, value in sorted(self.secrets.items()))
-        return ToolOutput(blocks=[TextBlock(text=shown)], finished=True)
+        return output(", ".join(f"{name}:{len(value)}" for name, value in sorted(self.secrets.items())), finished=True)
 
 
 class Digits(Counted):
     """The policy's plain message is paid for by its share of digits."""
 
-    @classmethod
-    def list_splits(cls):
-        return ["train", "test"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        return [{"word": word} for word in ({"train": "abcdef", "test": "xyz"}[split])]
-
-    def get_prompt(self):
-        return [TextBlock(text=f"Dial {self.task_spec['word']}.")]
+    tasks = {"train": [{"word": word} for word in "abcdef"], "test": [{"word": word} for word in "xyz"]}
+    prompt = ("Dial {word}.",)
 
     @terminal
     @tool
     async def submit(self, p: Text) -> ToolOutput:
         """Grades."""
-        share = sum(c.isdigit() for c in p.text) / max(1, len(p.text))
-        return ToolOutput(blocks=[], reward=share, finished=True)
+        return output(reward=sum(c.isdigit() for c in p.text) / max(1, len(p.text)), finished=True)
 
 
 class Doors(Counted):
     """Three doors, one after the other; each opened is worth a third."""
 
+    tasks = {"train": [{"house": 1}, {"house": 2}]}
+    prompt = ("House {house}.",)
     opened = 0
-
-    @classmethod
-    def list_splits(cls):
-        return ["train"]
-
-    @classmethod
-    def list_tasks(cls, split):
-        return [{"house": house} for house in (1, 2)]
-
-    def get_prompt(self):
-        return [TextBlock(text=f"House {self.task_spec['house']}.")]
 
     @tool
     async def go(self) -> ToolOutput:
         """Opens one."""
         self.opened += 1
-        return ToolOutput(blocks=[TextBlock(text="Open.")], reward=1 / 3, finished=self.opened == 3)
+        return output("Open.", 1 / 3, finished=self.opened == 3)
 
 
 class Refusing:

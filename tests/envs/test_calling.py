@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import sqlite3
+import inspect
+import queue
 import subprocess
 import sys
 import textwrap
@@ -19,8 +20,9 @@ import pytest
 import rlkit
 from rlkit import _threads
 from rlkit.envs import Action, StepResult, Task, calling
-from rlkit.envs.calling import Guarded, call
+from rlkit.envs.calling import GuardedEnv, call
 from tests.each import for_each
+from tests.envs.parts import asynchronous, played
 
 SHORT = 0.15  # seconds until what hangs is given up
 LONG = 60.0  # seconds that nothing here takes
@@ -46,14 +48,8 @@ class Endless:
 
     async def deaf(self, *_):
         while not self.gate.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
-            except asyncio.CancelledError:
-                continue
-
-    async def block_async(self, *_):
-        self.gate.wait()
-        return StepResult()
 
 
 @pytest.fixture
@@ -70,32 +66,41 @@ def _own_home(monkeypatch):
 
 
 class Stub:
-    """An environment whose step does ``act``."""
+    """An environment of functions, which counts how often it is closed."""
 
-    def __init__(self, act):
-        self.act = act
+    def __init__(self, act=None, begin="seed {}".format, end=lambda: None):
+        self.act, self.begin, self.end = act, begin, end
         self.closed = 0
 
     def reset(self, seed):
-        return f"seed {seed}"
+        return self.begin(seed)
 
     def step(self, action):
         return self.act(action)
 
     def close(self):
         self.closed += 1
+        return self.end()
 
 
 class StubAsync(Stub):
     async def reset(self, seed):
-        return f"seed {seed}"
+        return super().reset(seed)
 
     async def step(self, action):
-        answer = self.act(action)
-        return await answer if hasattr(answer, "__await__") else answer
+        answer = super().step(action)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def close(self):
-        self.closed += 1
+        return super().close()
+
+
+def stub(*functions, kind=Stub, **more):
+    return Task(lambda: kind(*functions, **more), "stub")
+
+
+def opened(*functions, **more):
+    return GuardedEnv.open(stub(*functions, **more))
 
 
 def raising(error):
@@ -105,8 +110,16 @@ def raising(error):
     return act
 
 
-def giving(value):
-    return lambda *_: value
+def giving(*values, **more):
+    return lambda *_: StepResult(*values, **more)
+
+
+def seeing(*messages):
+    return giving([*messages])
+
+
+def thread_name(*_):
+    return threading.current_thread().name
 
 
 class Broken:
@@ -120,274 +133,171 @@ class Odd(BaseException):
     """Not an Exception."""
 
 
-deep = functools.reduce(lambda inner, _: [inner], range(100), "x")
 doubled = functools.reduce(lambda inner, _: [inner, inner], range(40), "x" * 1000)
 circle = {"role": "user", "content": []}
 circle["content"].append(circle)
 
 FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "raises": (raising(KeyError("card")), KeyError, "card"),
-    "raises its own": (raising(ConnectionError("reset")), ConnectionError, "reset"),
-    "runs out of stack": (lambda a: recurse(a), RecursionError, ""),
-    "runs out of memory": (raising(MemoryError()), MemoryError, ""),
+    "runs out of stack": (lambda a: recurse(a), RecursionError, "recursion"),
+    "runs out of memory": (raising(MemoryError("too large")), MemoryError, "too large"),
     "sys.exit": (lambda _: sys.exit(3), rlkit.EnvError, "SystemExit"),
-    "exit": (raising(SystemExit()), rlkit.EnvError, "SystemExit"),
     "interrupt": (raising(KeyboardInterrupt()), rlkit.EnvError, "KeyboardInterrupt"),
     "cancels itself": (raising(asyncio.CancelledError()), rlkit.EnvError, "CancelledError"),
     "leaves a generator": (raising(GeneratorExit()), rlkit.EnvError, "GeneratorExit"),
     "ends an iteration": (raising(StopIteration(1)), rlkit.EnvError, "StopIteration"),
     "ends an asynchronous iteration": (raising(StopAsyncIteration()), rlkit.EnvError, "StopAsyncIteration"),
     "raises no Exception": (raising(Odd("odd")), rlkit.EnvError, "Odd"),
-    "no answer": (giving(None), rlkit.EnvError, "expected a StepResult"),
-    "text": (giving("you won"), rlkit.EnvError, "expected a StepResult"),
-    "four values": (giving(("", 0.0, False, {})), rlkit.EnvError, "expected a StepResult"),
-    "an answer without repr": (giving(Broken()), rlkit.EnvError, "Broken"),
-    "a generator": (lambda _: (x for x in "ab"), rlkit.EnvError, "expected a StepResult"),
-    "NaN reward": (giving(StepResult("", float("nan"))), rlkit.EnvError, "reward: got nan"),
-    "infinite reward": (giving(StepResult("", np.float32("inf"))), rlkit.EnvError, "reward: got inf"),
-    "reward beyond floats": (giving(StepResult("", 10**400)), rlkit.EnvError, "reward"),
-    "reward in text": (lambda _: StepResult("", "1"), rlkit.DataError, "StepResult.reward: got '1'"),
-    "reward in text, of five": (giving(("", "1", True, False, {})), rlkit.EnvError, "reward: got '1'"),
-    "several rewards": (giving(StepResult("", np.ones(2))), rlkit.EnvError, "reward"),
-    "terminated in numbers": (giving(StepResult("", 0.0, 1)), rlkit.EnvError, "terminated"),
-    "truncated in text": (giving(StepResult("", 0.0, False, "no")), rlkit.EnvError, "truncated"),
-    "info in text": (giving(StepResult(info="none")), rlkit.EnvError, "info"),
-    "no observation": (giving(StepResult(None)), rlkit.EnvError, "observation: got None"),
-    "observation in bytes": (giving(StepResult(b"ab")), rlkit.EnvError, "observation"),
-    "observation in numbers": (giving(StepResult(np.zeros(3))), rlkit.EnvError, "integers"),
-    "negative tokens": (giving(StepResult([3, -1])), rlkit.EnvError, r"\[1\]: is -1"),
-    "half a character": (giving(StepResult("a\ud800")), rlkit.EnvError, "UTF-8"),
-    "message without a role": (giving(StepResult([{"content": "a"}])), rlkit.EnvError, r"\[0\]\['role'\]"),
-    "message that is text": (giving(StepResult([{"role": "user", "content": "b"}, "a"])), rlkit.EnvError, r"\[1\]"),
-    "message with a number": (giving(StepResult([{"role": "user", "content": 3}])), rlkit.EnvError, "content"),
-    "message without content": (giving(StepResult([{"role": "u", "contnet": "b"}])), rlkit.EnvError, "and content"),
-    "message with an object": (giving(StepResult([{"role": "u", "content": [Broken()]}])), rlkit.EnvError, "Broken"),
-    "message without an end": (giving(StepResult([circle])), rlkit.EnvError, "too deep"),
-    "message too deep": (giving(StepResult([{"role": "user", "content": deep}])), rlkit.EnvError, "too deep"),
-    "message with half a character": (giving(StepResult([{"role": "\ud800"}])), rlkit.EnvError, r"\[0\].*UTF-8"),
-    "message that doubles": (giving(StepResult([{"role": "u", "content": doubled}])), rlkit.EnvError, "max_chars"),
-    "flood of text": (giving(StepResult("x" * 2_000_000)), rlkit.EnvError, "at most max_chars"),
-    "flood of messages": (giving(StepResult([{"role": "user"}] * 2_000_000)), rlkit.EnvError, "entries"),
-    "flood in a message": (giving(StepResult([{"role": "u", "content": ["y" * 999] * 9999}])), rlkit.EnvError, "chars"),
-    "flood of tokens": (giving(StepResult(np.zeros(2_000_000, int))), rlkit.EnvError, "tokens"),
-}  # fmt: skip
+    "no answer": (lambda _: None, rlkit.EnvError, "expected a StepResult"),
+    "four values": (lambda _: ("", 0.0, False, {}), rlkit.EnvError, "expected a StepResult"),
+    "an answer without repr": (lambda _: Broken(), rlkit.EnvError, "Broken"),
+    "NaN reward": (giving("", float("nan")), rlkit.EnvError, "reward: got nan"),
+    "infinite reward": (giving("", np.float32("inf")), rlkit.EnvError, "reward: got inf"),
+    "reward beyond floats": (giving("", 10**400), rlkit.EnvError, "reward"),
+    "reward in text, of five": (lambda _: ("", "1", True, False, {}), rlkit.EnvError, "reward: got '1'"),
+    "several rewards": (giving("", np.ones(2)), rlkit.EnvError, "reward"),
+    "terminated in numbers": (giving("", 0.0, 1), rlkit.EnvError, "terminated"),
+    "truncated in text": (giving("", 0.0, False, "no"), rlkit.EnvError, "truncated"),
+    "info in text": (giving(info="none"), rlkit.EnvError, "info"),
+    "no observation": (giving(None), rlkit.EnvError, "observation: got None"),
+    "observation in numbers": (giving(np.zeros(3)), rlkit.EnvError, "integers"),
+    "negative tokens": (seeing(3, -1), rlkit.EnvError, r"\[1\]: is -1"),
+    "half a character": (giving("a\ud800"), rlkit.EnvError, "UTF-8"),
+    "message without a role": (seeing({"content": "a"}), rlkit.EnvError, r"\[0\]\['role'\]"),
+    "message that is text": (seeing({"role": "user", "content": "b"}, "a"), rlkit.EnvError, r"\[1\]"),
+    "message with a number": (seeing({"role": "user", "content": 3}), rlkit.EnvError, "content"),
+    "message without content": (seeing({"role": "u", "contnet": "b"}), rlkit.EnvError, "and content"),
+    "message with an object": (seeing({"role": "u", "content": [Broken()]}), rlkit.EnvError, "Broken"),
+    "message without an end": (seeing(circle), rlkit.EnvError, "too deep"),
+    "message with half a character": (seeing({"role": "\ud800"}), rlkit.EnvError, r"\[0\].*UTF-8"),
+    "message that doubles": (seeing({"role": "u", "content": doubled}), rlkit.EnvError, "max_chars"),
+    "flood of text": (giving("x" * 2_000_000), rlkit.EnvError, "at most max_chars"),
+    "flood of messages": (giving([{"role": "user"}] * 2_000_000), rlkit.EnvError, "entries"),
+    "flood in a message": (seeing({"role": "u", "content": ["y" * 999] * 9999}), rlkit.EnvError, "chars"),
+    "flood of tokens": (giving(np.zeros(2_000_000, int)), rlkit.EnvError, "tokens"),
+}
 
 
 def recurse(action):
     return recurse(action)
 
 
-async def played(act, kind=Stub, timeout=LONG):
-    """(the error of one step, the environment) of an episode that is closed whatever happens."""
-    env = await Guarded.opened(Task(functools.partial(kind, act), "stub"), timeout=LONG)
-    try:
-        assert await env.reset(4, timeout=LONG) == "seed 4"
-        with pytest.raises(BaseException) as caught:
-            await env.step(Action("x"), timeout=timeout)
-    finally:
-        assert await env.close() is None
-    return caught, env.env
-
-
 @for_each("kind", [Stub, StubAsync])
 @for_each("fault", FAULTS)
-def test_a_fault_is_an_error_of_its_episode_alone(fault, kind):
-    """Each fault leads to its error, its environment is closed once, and another environment plays on beside it."""
+@asynchronous
+async def test_a_fault_is_an_error_of_its_episode_alone(fault, kind):
+    """Each fault leads to its error, its environment is closed once, and another environment plays on."""
     act, error, message = FAULTS[fault]
     if kind is StubAsync and fault == "ends an iteration":
         error = RuntimeError  # Python's own answer to it in a coroutine
-
-    async def scene():
-        other = await Guarded.opened(Task(lambda: Stub(giving(("go on", 1, False, False, {}))), "other"))
-        caught, env = await played(act, kind)
-        assert (await other.step(Action("y"))).observation == "go on"
-        await other.close()
-        return caught, env
-
-    caught, env = asyncio.run(scene())
+    env, other = await opened(act, kind=kind), await opened(giving("go on", 1))
+    assert await env.reset(4, timeout=LONG) == "seed 4"
+    with pytest.raises(BaseException, match=message) as caught:
+        await env.step(Action("x"), timeout=LONG)
+    assert await env.close() is None
+    assert (await other.step(Action("y"))).observation == "go on"
+    await other.close()
     assert type(caught.value) is error, caught.value
-    caught.match(message)
     if error is rlkit.EnvError:
         caught.match("environment 'stub': step")
-    assert env.closed == 1
+    assert env.env.closed == 1
 
 
-HANGS = {
-    "hangs": (Stub, "hang"),
-    "computes for ever": (Stub, "spin"),
-    "waits for ever": (StubAsync, "hang_async"),
-    "waits for ever, called plainly": (Stub, "hang_async"),
-    "does not hear that it is cancelled": (StubAsync, "deaf"),
-    "blocks in a coroutine": (StubAsync, "block_async"),
-}
+@pytest.mark.parametrize("kind", [Stub, StubAsync])
+@pytest.mark.parametrize("how", ["hang", "spin", "hang_async", "deaf"])
+@asynchronous
+async def test_what_hangs_is_given_up(kind, how, endless):
+    """In a thread, or in the environments' loop; the caller's event loop runs all the time."""
+    env = await opened(getattr(endless, how), kind=kind)
+    await env.reset(0)
+    step = asyncio.create_task(env.step(Action("x"), timeout=SHORT))
+    turns = 0
+    while not step.done():
+        await asyncio.sleep(0)
+        turns += 1
+    with pytest.raises(rlkit.EnvTimeout, match=r"environment 'stub': step: no answer within 0\.15 s"):
+        await step
+    assert turns > 10
+    assert SHORT < env.seconds < LONG
+    endless.gate.set()
+    assert await env.close(timeout=LONG) is None
+    assert env.env.closed == 1
 
 
-@pytest.mark.parametrize("fault", HANGS)
-def test_what_hangs_is_given_up(fault, endless):
-    """A step without an answer is an EnvTimeout; the caller's event loop has been running all the time."""
-    kind, how = HANGS[fault]
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: kind(getattr(endless, how)), "stub"))
-        await env.reset(0)
-        beats = 0
-
-        async def beat():
-            nonlocal beats
-            while True:
-                await asyncio.sleep(0)
-                beats += 1
-
-        heart = asyncio.create_task(beat())
-        with pytest.raises(rlkit.EnvTimeout, match=r"environment 'stub': step: no answer within 0\.15 s"):
-            await env.step(Action("x"), timeout=SHORT)
-        heart.cancel()
-        assert beats > 10
-        endless.gate.set()
-        assert await env.close(timeout=LONG) is None
-        return env.env
-
-    assert asyncio.run(scene()).closed == 1
-
-
-@pytest.mark.parametrize(("kind", "how"), [(Stub, "hang"), (StubAsync, "block_async")])
-def test_the_loop_runs_while_a_step_blocks(kind, how, endless):
-    """The step blocks until the caller's loop has turned a hundred times: it would never end if it held the loop."""
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: kind(getattr(endless, how)), "stub"))
-        step = asyncio.create_task(env.step(Action("x"), timeout=LONG))
-        for _ in range(100):
-            await asyncio.sleep(0.001)
-        assert not step.done()
-        endless.gate.set()
-        assert await step == StepResult()
-        assert env.seconds > 0.09
-        await env.close()
-
-    asyncio.run(scene())
-
-
-def test_hundreds_hang_at_once(endless):
-    """There is always another thread: what hangs takes no place from others."""
-
-    async def scene():
-        hanging = [asyncio.create_task(call(endless.hang, timeout=LONG)) for _ in range(200)]
-        assert await call(divmod, 7, 2, timeout=LONG) == (3, 1)
-        assert not any(task.done() for task in hanging)
-        endless.gate.set()
-        await asyncio.gather(*hanging)
-
-    asyncio.run(scene())
-
-
-def test_new_environments_leave_a_loop_that_is_blocked(endless, monkeypatch):
-    """A coroutine that blocks keeps others waiting only until the next environment finds that its home is stuck."""
+@asynchronous
+async def test_a_step_that_blocks_and_another_at_the_same_time(endless, monkeypatch):
+    """Both are handed to the loop before it begins the first of them; a new environment gets another loop."""
     monkeypatch.setattr(calling, "_STUCK", 0.1)
-
-    async def answer():
-        return threading.current_thread()
-
-    async def scene():
-        first = await call(answer, timeout=LONG)
-        blocked = asyncio.create_task(call(endless.block_async, timeout=LONG))
-        await asyncio.sleep(0)  # so that it begins before the next call
-        with pytest.raises(rlkit.EnvTimeout):
-            await call(answer, timeout=SHORT)
-        second = await call(answer, timeout=LONG)
-        endless.gate.set()
-        await blocked
-        return first, second
-
-    first, second = asyncio.run(scene())
-    assert first is not second
-
-
-def test_a_step_that_blocks_and_another_at_the_same_time(endless, monkeypatch):
-    """Both are handed to the loop before it begins the first of them."""
-    monkeypatch.setattr(calling, "_STUCK", 0.1)
-
-    async def scene():
-        tasks = [Task(lambda act=act: StubAsync(act), "stub") for act in (endless.block_async, giving(StepResult()))]
-        blocking, other = [await Guarded.opened(task) for task in tasks]
-        for env in (blocking, other):
-            await env.reset(0)
-        await call(lambda: pause())  # the loop has to wait for what follows
-        steps = [asyncio.create_task(env.step(Action("x"), timeout=LONG)) for env in (blocking, other)]
-        await asyncio.sleep(SHORT)
-        new = await Guarded.opened(tasks[1])
-        assert await new.step(Action("x"), timeout=LONG) == StepResult()
-        assert not any(step.done() for step in steps)
-        endless.gate.set()
-        await asyncio.gather(*steps)
-        for env in (blocking, other, new):
-            assert await env.close(timeout=LONG) is None
 
     async def pause():
         asyncio.get_running_loop().call_later(0.02, time.sleep, 0.05)
         await asyncio.sleep(0.01)
 
-    asyncio.run(scene())
+    old = [await opened(act, kind=StubAsync) for act in (endless.hang, giving())]
+    for env in old:
+        await env.reset(0)
+    await call(lambda: pause())  # the loop has to wait for what follows
+    steps = [asyncio.create_task(env.step(Action("x"), timeout=LONG)) for env in old]
+    await asyncio.sleep(SHORT)
+    new = await opened(giving(), kind=StubAsync)
+    assert await new.step(Action("x"), timeout=LONG) == StepResult()
+    assert not any(step.done() for step in steps)
+    endless.gate.set()
+    await asyncio.gather(*steps)
+    for env in (*old, new):
+        assert await env.close(timeout=LONG) is None
 
 
-def test_a_loop_that_is_busy_is_not_blocked(monkeypatch):
+@asynchronous
+async def test_a_loop_that_is_busy_is_not_blocked(monkeypatch):
     """Many coroutines that compute keep a call waiting; as long as some begin, no environment goes elsewhere."""
     monkeypatch.setattr(calling, "_STUCK", 1.0)
 
     async def compute():
         time.sleep(0.02)
-        return threading.current_thread()
+        return thread_name()
 
-    async def scene():
-        busy, seen = [], set()
-        for _ in range(30):
-            busy += [asyncio.create_task(call(compute, timeout=LONG)) for _ in range(5)]
-            await asyncio.sleep(0.02)
-            seen.add(id(calling.EnvLoop.get()))
-        return {*await asyncio.gather(*busy)}, seen
-
-    threads, loops = asyncio.run(scene())
-    assert (len(threads), len(loops)) == (1, 1)
+    busy, loops = [], set()
+    for _ in range(30):
+        busy += [asyncio.create_task(call(compute, timeout=LONG)) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        loops.add(calling.EnvLoop.get())
+    assert (len({*await asyncio.gather(*busy)}), len(loops)) == (1, 1)
 
 
-def test_a_loop_that_had_nothing_to_do_is_not_blocked(monkeypatch):
+@asynchronous
+async def test_a_loop_that_had_nothing_to_do_is_not_blocked(monkeypatch):
     """What is counted is how long a call has waited, not how long ago the last one was."""
     monkeypatch.setattr(calling, "_STUCK", 0.5)
-
-    async def thread():
-        return threading.current_thread()
-
-    async def scene():
-        first = await call(thread)
-        await asyncio.sleep(0.7)
-        return {first, *await asyncio.gather(*(call(thread) for _ in range(20)))}
-
-    assert len(asyncio.run(scene())) == 1
+    loop = calling.EnvLoop.get()
+    assert await call(lambda: asyncio.sleep(0, "done")) == "done"
+    await asyncio.sleep(0.7)
+    loop.knock()
+    assert calling.EnvLoop.get() is loop
+    loop.answer()
 
 
-def test_a_call_after_one_that_hangs(endless):
-    """A plain step that was given up is still in its context; the next one runs all the same, and sees it."""
+@asynchronous
+async def test_a_call_after_one_that_hangs(endless):
+    """A step that was given up is still in its context; the next call runs all the same, and sees what was set."""
     variable = contextvars.ContextVar("variable")
+    seen = []
 
-    class Hangs(Stub):
-        def reset(self, seed):
-            variable.set("set by reset")
-            return "Say something."
+    def begin(seed):
+        variable.set("set by reset")
+        return "Say something."
 
-        def step(self, action):
-            return endless.hang() if action == "hang" else StepResult(variable.get())
+    def act(action):
+        return endless.hang() if action == "hang" else StepResult(variable.get())
 
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Hangs(None), "stub"))
-        await env.reset(0)
+    env = await opened(act, begin, lambda: seen.append(variable.get()))
+    await env.reset(0)
+    for _ in range(2):
+        assert (await env.step(Action("x"), timeout=LONG)).observation == "set by reset"
         with pytest.raises(rlkit.EnvTimeout):
             await env.step(Action("hang"), timeout=SHORT)
-        result = await env.step(Action("x"), timeout=LONG)
-        endless.gate.set()
-        assert await env.close(timeout=LONG) is None
-        return result
-
-    assert asyncio.run(scene()).observation == "set by reset"
+    assert await env.close(timeout=1.0) is None, "the step gets half of the time to end, then it is closed under it"
+    assert seen == ["set by reset"]
 
 
 def test_waiting_outside_of_an_event_loop(endless):
@@ -403,240 +313,149 @@ def test_waiting_outside_of_an_event_loop(endless):
             calling.wait(fn, timeout=SHORT, where="here")
 
 
-def test_nothing_is_left_in_the_loop(endless):
+@asynchronous
+async def test_nothing_is_left_in_the_loop(endless):
     """Neither of episodes, however they end, nor of calls, given up or not, nor of what is made too late."""
 
     async def others():
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
     async def episode(i):
-        env = await Guarded.opened(Task(lambda: StubAsync((endless.hang_async, giving(StepResult()))[i % 2]), "stub"))
+        env = await opened((endless.hang_async, giving())[i % 2], kind=StubAsync)
         await env.reset(0)
         with contextlib.suppress(rlkit.EnvTimeout):
             await env.step(Action("x"), timeout=(SHORT, LONG)[i % 2])
-        if i % 3:
-            await env.close(timeout=LONG)
-        else:
-            await asyncio.gather(env.close(timeout=LONG), env.close(timeout=LONG))
+        await asyncio.gather(*(env.close(timeout=LONG) for _ in range(2 if i % 3 == 0 else 1)))
 
     async def make():
         await asyncio.sleep(2 * SHORT)
-        return StubAsync(None)
+        return StubAsync()
 
-    async def scene():
-        await asyncio.gather(*(episode(i) for i in range(100)))
+    await asyncio.gather(*(episode(i) for i in range(100)))
+    with pytest.raises(rlkit.EnvTimeout):
+        await GuardedEnv.open(Task(make, "stub"), timeout=SHORT)
+    hanging = await opened(lambda _: endless.gate.wait() and endless.deaf())
+    with pytest.raises(rlkit.EnvTimeout):
+        await hanging.step(Action("x"), timeout=SHORT)
+    await hanging.close(timeout=2 * SHORT)
+    endless.gate.set()  # its step gives a coroutine, after the environment was closed
+    for fn in (endless.hang_async, lambda: endless.hang_async()):
         with pytest.raises(rlkit.EnvTimeout):
-            await Guarded.opened(Task(make, "stub"), timeout=SHORT)
-        hanging = await Guarded.opened(Task(lambda: Stub(lambda _: endless.gate.wait() and endless.deaf()), "stub"))
-        with pytest.raises(rlkit.EnvTimeout):
-            await hanging.step(Action("x"), timeout=SHORT)
-        await hanging.close(timeout=2 * SHORT)
-        endless.gate.set()  # its step gives a coroutine, after the environment was closed
-        for fn in (endless.hang_async, lambda: endless.hang_async()):
-            with pytest.raises(rlkit.EnvTimeout):
-                await call(fn, timeout=0.0)
-        for _ in range(1000):
-            if not (left := await call(others)):
-                return
-            await asyncio.sleep(0.01)
-        assert not left
-
-    asyncio.run(scene())
+            await call(fn, timeout=0.0)
+    for _ in range(1000):
+        if not (left := await call(others)):
+            break
+        await asyncio.sleep(0.01)
+    assert not left
 
 
-def test_an_environment_closes_while_its_step_hangs(endless):
-    """The step that was given up gets its time to end; then the environment is closed under it."""
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Stub(endless.hang), "stub"))
-        with pytest.raises(rlkit.EnvTimeout):
-            await env.step(Action("x"), timeout=SHORT)
-        assert await env.close(timeout=2 * SHORT) is None or env.env.closed
-        return env.env
-
-    assert asyncio.run(scene()).closed == 1
-
-
-def test_a_close_waits_for_the_step_that_was_cancelled():
+@asynchronous
+async def test_a_close_waits_for_the_step_that_was_cancelled(endless):
     """Step and close do not run at the same time where that can be helped."""
-    order = []
-    begun, gate = threading.Event(), threading.Event()
+    begun, order = threading.Event(), []
 
     def act(_):
         begun.set()
-        gate.wait()
+        endless.hang()
         order.append("step")
 
-    class Ordered(Stub):
-        def close(self):
-            order.append("close")
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Ordered(act), "stub"))
-        step = asyncio.create_task(env.step(Action("x")))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
-        step.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-        closing = asyncio.create_task(env.close(timeout=LONG))
-        await asyncio.sleep(0.02)
-        assert order == []
-        gate.set()
-        assert await closing is None
-
-    asyncio.run(scene())
+    env = await opened(act, end=lambda: order.append("close"))
+    step = asyncio.create_task(env.step(Action("x")))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    closing = asyncio.create_task(env.close(timeout=LONG))
+    await asyncio.sleep(0.02)
+    assert order == []
+    endless.gate.set()
+    assert await closing is None
     assert order == ["step", "close"]
 
 
-def test_a_close_that_is_cancelled_goes_on(endless):
+@asynchronous
+async def test_a_close_that_is_cancelled_goes_on(endless):
     closed = threading.Event()
-
-    class Slow(Stub):
-        def close(self):
-            endless.gate.wait()
-            closed.set()
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Slow(None), "stub"))
-        closing = asyncio.create_task(env.close())
-        await asyncio.sleep(0.02)
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-
-    asyncio.run(scene())
+    env = await opened(end=lambda: endless.hang() and closed.set())
+    closing = asyncio.create_task(env.close())
+    await asyncio.sleep(0.02)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
     endless.gate.set()
-    assert closed.wait(LONG)
+    assert await call(closed.wait, LONG)
 
 
 @for_each("kind", [Stub, StubAsync])
-def test_a_close_that_fails_is_told(kind):
-    class Failing(kind):
-        def close(self):
-            raise OSError("busy")
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Failing(None), "stub"))
-        return await env.close(), await env.close()
-
-    first, second = asyncio.run(scene())
-    assert isinstance(first, OSError)
-    assert second is first
+@asynchronous
+async def test_a_close_that_fails_or_hangs_is_told(kind):
+    error, endless = OSError("busy"), Endless()
+    failing, hanging = await opened(end=raising(error), kind=kind), await opened(end=endless.hang, kind=kind)
+    assert [await failing.close(), await failing.close()] == [error, error]
+    assert isinstance(await hanging.close(timeout=SHORT), rlkit.EnvTimeout)
+    endless.gate.set()
 
 
-def test_a_close_that_hangs_is_told(endless):
-    class Hanging(Stub):
-        def close(self):
-            endless.gate.wait()
-
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Hanging(None), "stub"))
-        return await env.close(timeout=SHORT)
-
-    assert isinstance(asyncio.run(scene()), rlkit.EnvTimeout)
+@asynchronous
+async def test_closed_once_and_then_refused():
+    env = await opened(giving())
+    await asyncio.gather(env.close(), env.close())
+    await env.close()
+    with pytest.raises(rlkit.EnvError, match="closed"):
+        await env.step(Action("x"))
+    assert env.env.closed == 1
 
 
-def test_closed_once_and_then_refused():
-    async def scene():
-        env = await Guarded.opened(Task(lambda: Stub(giving(StepResult())), "stub"))
-        await asyncio.gather(env.close(), env.close())
-        await env.close()
-        with pytest.raises(rlkit.EnvError, match="closed"):
-            await env.step(Action("x"))
-        return env.env
-
-    assert asyncio.run(scene()).closed == 1
-
-
-def test_what_is_made_too_late_is_closed():
-    gate, closed = threading.Event(), threading.Event()
-
-    class Late(Stub):
-        def close(self):
-            closed.set()
-
-    def make():
-        gate.wait()
-        return Late(None)
-
-    async def scene():
-        with pytest.raises(rlkit.EnvTimeout, match="make"):
-            await Guarded.opened(Task(make, "stub"), timeout=SHORT)
-
-    asyncio.run(scene())
+@asynchronous
+async def test_what_is_made_too_late_is_closed(endless):
+    closed = threading.Event()
+    with pytest.raises(rlkit.EnvTimeout, match="make"):
+        await GuardedEnv.open(Task(lambda: endless.hang() and Stub(end=closed.set), "stub"), timeout=SHORT)
     assert not closed.is_set()
-    gate.set()
-    assert closed.wait(LONG)
+    endless.gate.set()
+    assert await call(closed.wait, LONG)
 
 
 @for_each("made", [None, "env", object()])
 def test_what_is_no_environment(made):
     with pytest.raises(rlkit.EnvError, match="environment 'stub': make: made .* no method 'reset'"):
-        asyncio.run(Guarded.opened(Task(lambda: made, "stub")))
-
-
-def test_an_environment_may_be_made_asynchronously():
-    async def make():
-        return Stub(giving(StepResult("hi", 1)))
-
-    async def scene():
-        env = await Guarded.opened(Task(make, "stub"))
-        return await env.step(Action("x"))
-
-    assert asyncio.run(scene()) == StepResult("hi", 1.0)
+        asyncio.run(GuardedEnv.open(Task(lambda: made, "stub")))
 
 
 def reset(answer):
     """The first observation of an environment whose reset gives ``answer``."""
-
-    class Answering(Stub):
-        def reset(self, seed):
-            return answer
-
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Answering(None)))).reset(0)
-
-    return asyncio.run(scene())
+    return played(stub(begin=lambda seed: answer))[0]
 
 
 def step(answer):
     """The result of a step that gives ``answer``."""
+    return played(stub(lambda action: answer), "x")[1][0]
 
-    async def scene():
-        return await (await Guarded.opened(Task(lambda: Stub(giving(answer))))).step(Action("x"))
 
-    return asyncio.run(scene())
+HI = {"role": "user", "content": "hi"}
+SEVERAL = (HI, {"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "b"}]})
 
 
 @for_each(
     ("answer", "form"),
-    [
-        ("text", "text"),
-        (("text", {"seed": 1}), "text"),
-        ({"role": "user", "content": "hi"}, ({"role": "user", "content": "hi"},)),
-        ([{"role": "user", "content": None}], ({"role": "user", "content": None},)),
-        (
-            ({"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}),
-            ({"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}),
-        ),
-    ],
+    [("text", "text"), (("text", {"seed": 1}), "text"), (HI, (HI,)), ([HI], (HI,)), (SEVERAL, SEVERAL)],
 )
 def test_forms_of_an_observation(answer, form):
     assert reset(answer) == form
-
-
-@for_each("answer", ["", [], ("", {"seed": 1})])
-def test_an_episode_begins_with_something(answer):
-    """A policy cannot answer nothing: an empty first observation is the environment's failure."""
-    with pytest.raises(rlkit.errors.EnvError, match="observation: is empty"):
-        reset(answer)
 
 
 @for_each("answer", [[3, 4], (3, 4), np.array([3, 4], np.int32)])
 def test_tokens_as_an_observation(answer):
     found = step(StepResult(answer)).observation
     assert (found.dtype, found.tolist()) == (np.int64, [3, 4])
+
+
+@for_each("answer", ["", [], (), np.array([], np.int64), ("", {"seed": 1})])
+def test_an_episode_begins_with_something(answer):
+    """A policy cannot answer nothing: an empty first observation is the environment's failure."""
+    with pytest.raises(rlkit.EnvError, match="observation: is empty; expected the text for the policy to answer"):
+        reset(answer)
 
 
 @for_each(
@@ -666,86 +485,50 @@ def test_none_and_several_as_a_reward(given, total, several):
     assert (found.reward, found.rewards) == (total, several)
 
 
-def test_a_tensor_as_a_reward():
-    torch = pytest.importorskip("torch")
-    assert step(StepResult("", torch.tensor(0.5))).reward == 0.5
-
-
 def test_messages_are_copied():
     """An environment that goes on changing its list does not change what was said; numpy's values become plain."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "before"}], "n": np.int64(3), "a": np.ones(2)}]
-
-    async def scene():
-        found = await (await Guarded.opened(Task(lambda: Stub(giving(StepResult(messages)))))).step(Action("x"))
-        messages[0]["content"][0]["text"] = "after"
-        messages.append({"role": "user", "content": "more"})
-        return found
-
-    said = {"role": "user", "content": [{"type": "text", "text": "before"}], "n": 3, "a": [1.0, 1.0]}
-    assert asyncio.run(scene()).observation == (said,)
+    found = step(StepResult(messages)).observation
+    messages[0]["content"][0]["text"] = "after"
+    messages.append(HI)
+    assert found == ({"role": "user", "content": [{"type": "text", "text": "before"}], "n": 3, "a": [1.0, 1.0]},)
 
 
-@for_each(("tools", "good"), [(None, True), ([{"type": "function"}], True), ("search", False), ([1], False)])
-def test_tools_of_an_environment(tools, good):
-    env = Stub(None)
-    if tools is not None:
+def test_tools_of_an_environment():
+    env = Stub()
+    assert GuardedEnv(env, "stub").tools == ()
+    for tools in (None, [], [{"type": "function"}]):
         env.tools = tools
-    if good:
-        assert Guarded(env, "stub").tools == tuple(tools or ())
-    else:
+        assert GuardedEnv(env, "stub").tools == tuple(tools or ())
+    for wrong in ("search", [1], [{}, 1]):
+        env.tools = wrong
         with pytest.raises(rlkit.EnvError, match="tools"):
-            _ = Guarded(env, "stub").tools
+            _ = GuardedEnv(env, "stub").tools
 
 
-def test_what_is_called_sees_the_callers_context():
+@asynchronous
+async def test_what_is_called_sees_the_callers_context():
     """Context variables (of loggers, tracers) reach environments, plain and asynchronous."""
     variable = contextvars.ContextVar("variable")
 
     async def read():
         return variable.get()
 
-    async def scene():
-        variable.set("here")
-        return await call(variable.get), await call(read), await call(lambda: read())
-
-    assert asyncio.run(scene()) == ("here", "here", "here")
+    variable.set("here")
+    assert [await call(fn) for fn in (variable.get, read, lambda: read())] == ["here"] * 3
 
 
-def test_plain_calls_run_in_threads_that_differ():
-    """What belongs to the thread that made it, such as a connection of sqlite3, has to be opened for all threads."""
-
-    class Stored:
-        def reset(self, seed):
-            self.connection = sqlite3.connect(":memory:", check_same_thread=False)
-            self.thread = threading.get_ident()
-            return "Say something."
-
-        def step(self, action):
-            self.connection.execute("create table said (text)")
-            self.connection.execute("insert into said values (?)", (action,))
-            (count,) = self.connection.execute("select count(*) from said").fetchone()
-            return StepResult(
-                reward=float(count), terminated=True, info={"moved": threading.get_ident() != self.thread}
-            )
-
-        def close(self):
-            self.connection.close()
-
-    async def scene():
-        env = await Guarded.opened(Task(Stored, "stored"))
-        await env.reset(0)
-        gate = threading.Event()
-        others = [asyncio.create_task(call(gate.wait)) for _ in range(64)]  # they take the threads that are idle
-        await asyncio.sleep(0)
-        result = await env.step(Action("something"))
-        gate.set()
-        await asyncio.gather(*others)
-        return result, await env.close()
-
-    result, error = asyncio.run(scene())
-    assert error is None
-    assert result.reward == 1.0
-    assert result.info["moved"]
+@asynchronous
+async def test_plain_calls_run_in_threads_that_differ(endless):
+    """Calls that hang take no place from others; and what belongs to a thread, as sqlite3's connections, is lost."""
+    env = await opened(lambda _: StepResult(thread_name()), thread_name)
+    first = await env.reset(0)
+    others = [asyncio.create_task(call(endless.hang)) for _ in range(64)]  # they take the threads that are idle
+    await asyncio.sleep(0)
+    assert (await env.step(Action("x"), timeout=LONG)).observation != first
+    assert not any(task.done() for task in others)
+    endless.gate.set()
+    await asyncio.gather(*others)
 
 
 def test_what_environments_share_outlives_a_rollout():
@@ -757,7 +540,8 @@ def test_what_environments_share_outlives_a_rollout():
     assert asyncio.run(call(loop)) is asyncio.run(call(loop))
 
 
-def test_callables_of_every_sort():
+@asynchronous
+async def test_callables_of_every_sort():
     class Asynchronous:
         async def __call__(self, x):
             return x + 1
@@ -765,16 +549,11 @@ def test_callables_of_every_sort():
     async def add(x, y):
         return x + y
 
-    async def scene():
-        future = rlkit.Future.of(5)
-        return [
-            await call(Asynchronous(), 1),
-            await call(functools.partial(add, 1), 2),
-            await call(lambda: future),
-            await call(lambda: add(2, 2)),
-        ]
-
-    assert asyncio.run(scene()) == [2, 3, 5, 4]
+    future = rlkit.Future.of(5)
+    assert await call(Asynchronous(), 1) == 2
+    assert await call(functools.partial(add, 1), 2) == 3
+    assert await call(lambda: future) == 5
+    assert await call(lambda: add(2, 2)) == 4
 
 
 def test_a_timeout_out_of_range():
@@ -793,14 +572,14 @@ def test_threads_without_work_end(monkeypatch):
     """And while there is work, they are used again."""
     monkeypatch.setattr(_threads, "_IDLE", 0.2)
     threads = _threads.Threads("rlkit-test")
-    seen = []
+    seen = queue.SimpleQueue()
+    used = set()
     for _ in range(20):
-        both = [threading.Event(), threading.Event()]
-        for done in both:
-            threads.start(lambda done=done: (seen.append(threading.current_thread()), done.set()))
-        assert all(done.wait(LONG) for done in both)
-    assert len(set(seen)) < 20
-    for thread in set(seen):
+        for _ in range(2):
+            threads.start(lambda: seen.put(threading.current_thread()))
+        used |= {seen.get(timeout=LONG), seen.get(timeout=LONG)}
+    assert len(used) < 20
+    for thread in used:
         thread.join(LONG)
         assert not thread.is_alive()
     assert threads._idle == []
@@ -809,23 +588,17 @@ def test_threads_without_work_end(monkeypatch):
 def test_threads_end_with_their_executor():
     """Those that wait for work at once, a running one when it is done; nothing waits for it."""
     executor = _threads.DaemonExecutor(_threads.Threads("rlkit-ending"))
-    go_on, threads = threading.Event(), []
-    for work in (lambda: go_on.wait(LONG), lambda: None):
-        begun = threading.Event()
-
-        def noted(work=work, begun=begun):
-            threads.append(threading.current_thread())
-            begun.set()
-            work()
-
-        executor.submit(noted)
-        assert begun.wait(LONG)
+    go_on, seen = threading.Event(), queue.SimpleQueue()
+    executor.submit(lambda: seen.put(threading.current_thread()) or go_on.wait(LONG))
+    running = seen.get(timeout=LONG)
+    executor.submit(lambda: seen.put(threading.current_thread()))
+    idle = seen.get(timeout=LONG)
     executor.shutdown(wait=True)
-    threads[1].join(LONG)
-    assert [thread.is_alive() for thread in threads] == [True, False]
+    idle.join(LONG)
+    assert (running.is_alive(), idle.is_alive()) == (True, False)
     go_on.set()
-    threads[0].join(LONG)
-    assert not threads[0].is_alive()
+    running.join(LONG)
+    assert not running.is_alive()
 
 
 def test_threads_of_which_there_may_be_few():
@@ -853,7 +626,7 @@ def test_the_program_ends_although_a_call_hangs(how):
         from rlkit.envs.calling import call
         def hang(): threading.Event().wait()
         async def hang_async(): await asyncio.get_running_loop().create_future()
-        async def block_async(): threading.Event().wait()
+        async def block_async(): hang()
         async def deaf():
             while True:
                 try: await asyncio.sleep(1)
@@ -863,7 +636,6 @@ def test_the_program_ends_although_a_call_hangs(how):
         except rlkit.EnvTimeout: print("given up")
         sys.exit(7)
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=LONG
-    )
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (7, "given up\n", "")

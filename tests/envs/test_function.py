@@ -12,19 +12,14 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit.envs import Action, StepResult, Task, TaskSettings, function
-from rlkit.envs.calling import Guarded, scores
+from rlkit.envs.calling import scores
 from tests.each import for_each
+from tests.envs import parts
 
 
 def played(task, text="an answer", **options):
-    async def scene():
-        env = await Guarded.opened(task, **options)
-        first = await env.reset(0)
-        result = await env.step(Action(text))
-        assert await env.close() is None
-        return first, result
-
-    return asyncio.run(scene())
+    first, (result,), _ = parts.played(task, text, **options)
+    return first, result
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
@@ -44,69 +39,55 @@ def test_forms_of_a_prompt(row, first):
     assert played(function([row], lambda text: 1.0)[0]) == (first, StepResult("", 1.0, True))
 
 
-@pytest.mark.parametrize("row", [[5, 6, 7], np.array([5, 6, 7]), {"prompt": (5, 6, 7)}])
+@for_each("row", [[5, 6, 7], np.array([5, 6, 7]), {"prompt": (5, 6, 7)}])
 def test_token_ids_as_a_prompt(row):
     first, _ = played(function([row], len)[0])
-    assert first.dtype == np.int64
-    assert first.tolist() == [5, 6, 7]
+    assert (first.dtype, first.tolist()) == (np.int64, [5, 6, 7])
 
 
 def test_fields_reach_the_reward_by_name():
-    """Only those that it names, the prompt among them; defaults stand where a row says nothing."""
+    """Only those that it names, or all, the prompt among them; defaults stand where a row says nothing."""
     seen = []
 
     def reward(action, answer, *, prompt, weight=2.0, other="none"):
         seen.append((type(action), action, answer, prompt, weight, other))
         return weight * (action == answer)
 
-    rows = [
-        {"prompt": "a?", "answer": "a", "unused": object()},
-        {"prompt": "b?", "answer": "b", "weight": 0.5, "other": "some"},
-    ]
-    tasks = function(rows, reward)
-    assert [played(tasks[i], "a")[1].reward for i in range(2)] == [2.0, 0.0]
+    row = {"prompt": "a?", "answer": "a", "unused": object()}
+    other_row = {"prompt": "b?", "answer": "b", "weight": 0.5, "other": "some"}
+    assert [played(task, "a")[1].reward for task in function([row, other_row], reward)] == [2.0, 0.0]
+    assert played(function([row], lambda text, **fields: float(fields == row))[0])[1].reward == 1.0
     assert seen == [(Action, "a", "a", "a?", 2.0, "none"), (Action, "a", "b", "b?", 0.5, "some")]
 
 
-def test_a_reward_that_takes_everything():
-    row = {"prompt": "p", "x": 1, "y": 2}
-    tasks = function([row], lambda text, **fields: float(fields == row))
-    assert played(tasks[0])[1].reward == 1.0
+async def half(text):
+    await asyncio.sleep(0)
+    return 0.5
 
 
-def test_rewards_of_every_sort():
-    async def slowly(text):
-        await asyncio.sleep(0)
-        return 0.5
+class Judge:
+    def __call__(self, text, answer):
+        return text == answer
 
-    class Judge:
-        def __call__(self, text, answer):
-            return text == answer
-
-        async def judge(self, text, answer):
-            return text == answer
-
-    rows = [{"prompt": "p", "answer": "an answer"}]
-    for reward, number in [(slowly, 0.5), (Judge(), 1.0), (Judge().judge, 1.0), (len, 9.0), (operator.truth, 1.0)]:
-        found = played(function(rows, reward)[0])[1].reward
-        assert found == number
-        assert type(found) is float
+    async def judge(self, text, answer):
+        return text == answer
 
 
-@pytest.mark.parametrize("value", [float("nan"), "1", [1.0]])
+@for_each(
+    ("reward", "number"),
+    [(half, 0.5), (Judge(), 1.0), (Judge().judge, 1.0), (len, 9.0), (operator.truth, 1.0)],
+)
+def test_rewards_of_every_sort(reward, number):
+    found = played(function([{"prompt": "p", "answer": "an answer"}], reward)[0])[1].reward
+    assert (found, type(found)) == (number, float)
+
+
+@for_each("value", [float("nan"), "1", [1.0]])
 def test_a_reward_that_is_none(value):
     """The episode fails, and counts as nothing: it is not scored 0."""
     where = r"environment 'function': step|in the reward '<lambda>' for prompts\[0\]"
     with pytest.raises(rlkit.EnvError, match=rf"({where}): reward: got"):
         played(function(["p"], lambda text: value)[0])
-
-
-def test_what_a_reward_raises_passes_through():
-    def reward(text):
-        raise ZeroDivisionError("no denominator")
-
-    with pytest.raises(ZeroDivisionError):
-        played(function(["p"], reward)[0])
 
 
 def test_splits():
@@ -120,21 +101,18 @@ def test_splits():
 
 def test_rows_that_are_read_when_they_are_asked_for():
     """A set on a disk: nothing but the first row is read before it is played."""
+    read = []
 
     class Rows:
-        def __init__(self):
-            self.read = []
-
         def __len__(self):
             return 1000
 
         def __getitem__(self, index):
-            self.read.append(index)
+            read.append(index)
             return {"prompt": f"row {index}"}
 
-    rows = Rows()
-    tasks = function(rows, len, name="rows", settings=TaskSettings(n=2))
-    assert rows.read == [0]
+    tasks = function(Rows(), len, name="rows", settings=TaskSettings(n=2))
+    assert read == [0]
     assert played(tasks[998])[0] == "row 998"
     assert (tasks[3].name, tasks[3].settings.n) == ("rows", 2)
 
@@ -170,17 +148,13 @@ def ranks(actions, answer):
 
 def test_a_reward_over_the_group():
     """Called once, with all answers and the fields of the row; the step itself is worth nothing."""
-    tasks = function([{"prompt": "p", "answer": "a"}], ranks, group=True)
-    task = tasks[0]
+    task = function([{"prompt": "p", "answer": "a"}], ranks, group=True)[0]
     assert played(task, scored=True)[1] == StepResult("", 0.0, True, info={"answer": "a"}, rewards=())
     assert asyncio.run(scores(task, [Action("ba"), Action("bbbb"), Action("bba")])) == [0.5, 0.0, 1.0]
     assert asyncio.run(scores(task, [])) == []
-
-
-def test_a_group_that_nobody_would_score_is_refused():
-    tasks = function(["p"], len, group=True, name="ranked")
-    with pytest.raises(rlkit.UnsupportedError, match="'ranked': uses group scoring"):
-        played(tasks[0])
+    assert asyncio.run(scores(Task(lambda: None), [Action("a"), Action("b")])) == [0.0, 0.0], "without a score"
+    with pytest.raises(rlkit.UnsupportedError, match="'function': uses group scoring"):  # which nobody would do
+        played(task)
 
 
 @for_each("given", [[1.0], [1.0, 2.0, 3.0], 1.0, None, "ab", {0: 1.0, 1: 2.0}, [1.0, float("nan")], [1.0, "1"]])
@@ -196,9 +170,4 @@ def test_scores_are_the_functions_own(numbers):
         return np.array(numbers)
 
     task = function(["p"], reward, group=True)[0]
-    found = asyncio.run(scores(task, [Action("x")] * len(numbers)))
-    assert found == numbers
-
-
-def test_a_task_without_a_score_adds_nothing():
-    assert asyncio.run(scores(Task(lambda: None), [Action("a"), Action("b")])) == [0.0, 0.0]
+    assert asyncio.run(scores(task, [Action("x")] * len(numbers))) == numbers

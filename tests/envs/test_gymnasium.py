@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rlkit
-from rlkit.envs import Action, StepResult, TaskSettings, gymnasium
-from rlkit.envs.calling import Guarded
+from rlkit.envs import StepResult, TaskSettings, gymnasium
 from tests.each import for_each
-
-ROOT = Path(__file__).parents[2]
+from tests.envs.parts import played
 
 
 class Countdown:
     """Say the number below, down to zero; seeded as gymnasium's environments are."""
 
-    def __init__(self, low=3):
-        self.low = low
-        self.closed = False
+    closed = False
 
     def reset(self, *, seed=None, options=None):
-        self.left = random.Random(seed).randint(self.low, 9)
+        self.left = random.Random(seed).randint(3, 9)
         return f"From {self.left}.", {"seed": seed}
 
     def step(self, action):
@@ -51,36 +43,20 @@ class Later(Countdown):
         super().close()
 
 
-def played(task, *actions):
-    async def scene():
-        env = await Guarded.opened(task)
-        try:
-            return await env.reset(task.seed), [await env.step(Action(action)) for action in actions], env.env._env
-        finally:
-            assert await env.close() is None
-
-    return asyncio.run(scene())
-
-
-@pytest.mark.parametrize("kind", [Countdown, Later])
+@for_each("kind", [Countdown, Later])
 def test_an_episode(kind):
     task = gymnasium(kind, name="countdown", settings=TaskSettings(max_turns=9))[4]
-    first, (), env = played(task)
-    assert env.closed
-    start = int(first.removeprefix("From ").removesuffix("."))
-    answers = [str(number) for number in reversed(range(start))]
-    again, results, _ = played(task, *answers)
-    assert again == first
+    start = random.Random(task.seed).randint(3, 9)
+    first, results, env = played(task, *map(str, reversed(range(start))), seed=task.seed)
+    assert env.env._env.closed
+    assert first == f"From {start}."
     assert [result.reward for result in results] == [1.0] * start
     assert [result.terminated for result in results] == [False] * (start - 1) + [True]
     assert not any(result.truncated for result in results)
     assert results[0] == StepResult(f"Now from {start - 1}.", 1.0, False, False, {"left": start - 1})
     assert (task.name, task.settings.max_turns) == ("countdown", 9)
-
-
-def test_cut_off_by_the_environment():
-    _, (result,), _ = played(gymnasium(Countdown)[0], "nonsense")
-    assert (result.reward, result.terminated, result.truncated) == (0.0, False, True)
+    _, (wrong,), _ = played(task, "nonsense")
+    assert (wrong.reward, wrong.terminated, wrong.truncated) == (0.0, False, True)
 
 
 def test_seeds_are_the_tasks_own():
@@ -110,23 +86,23 @@ def test_spaces_that_are_not_text():
     assert "three" in result.info["invalid_action"]
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
+@for_each(
+    ("first", "answer", "message"),
     [
-        (("text only", ("", 0.0, True, False, {})), "reset returned str"),
-        ((("text", {}), ("", 0.0, True, {})), "step returned tuple of 4"),
-        ((("text", {}), "text"), "step returned str"),
+        ("text only", ("", 0.0, True, False, {}), "reset returned str"),
+        (("text", {}), ("", 0.0, True, {}), "step returned tuple of 4"),
+        (("text", {}), "text", "step returned str"),
     ],
 )
-def test_what_is_no_gymnasium(answers, message):
+def test_what_is_no_gymnasium(first, answer, message):
     """The old interface of four values among them."""
 
     class Wrong:
         def reset(self, *, seed=None, options=None):
-            return answers[0]
+            return first
 
         def step(self, action):
-            return answers[1]
+            return answer
 
     with pytest.raises(rlkit.EnvError, match=f"environment 'wrong': {message}"):
         played(gymnasium(Wrong, name="wrong")[0], "x")
@@ -149,28 +125,13 @@ def test_what_is_wrong_is_told_at_once(options, message):
         gymnasium(**({"make": Countdown} | options))
 
 
-def test_gymnasium_is_not_imported():
-    code = "import sys; from tests.envs.test_gymnasium import Countdown, gymnasium"
-    code += "; gymnasium(Countdown)[0].make().reset(1); sys.exit('gymnasium' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_the_real_package():
     """Its own FrozenLake, whose moves and places are numbers."""
     package = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     moves = {"left": 0, "down": 1, "right": 2, "up": 3}
-
-    def move(action):
-        if action.strip() not in moves:
-            raise ValueError(f"no such move: {action}")
-        return moves[action.strip()]
-
-    tasks = gymnasium(
-        lambda: package.make("FrozenLake-v1", is_slippery=False), action=move, text=lambda place: f"You are at {place}."
-    )
-    path = ["down", "down", "right", "right", "down", "right"]
-    first, results, _ = played(tasks[0], *path)
-    assert first == "You are at 0."
-    assert [result.observation for result in results] == [f"You are at {place}." for place in (4, 8, 9, 10, 14, 15)]
+    tasks = gymnasium(lambda: package.make("FrozenLake-v1", is_slippery=False), action=moves.__getitem__, text=str)
+    first, results, _ = played(tasks[0], "down", "down", "right", "right", "down", "right")
+    assert first == "0"
+    assert [result.observation for result in results] == ["4", "8", "9", "10", "14", "15"]
     assert [result.reward for result in results] == [0.0] * 5 + [1.0]
     assert results[-1].terminated

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
+import inspect
 import time
 
 import anyio
 import pytest
 
 from rlkit.envs import Action, StepResult, Task, gymnasium
-from rlkit.envs.calling import Guarded, call
+from rlkit.envs.calling import GuardedEnv, call
 from rlkit.errors import EnvError, EnvTimeout
+from tests.envs.parts import asynchronous
 
 ACTIVE: contextvars.ContextVar[str] = contextvars.ContextVar("active", default="none")
 
@@ -21,89 +22,36 @@ ACTIVE: contextvars.ContextVar[str] = contextvars.ContextVar("active", default="
 class Held:
     """Enters ``opened()`` in reset and leaves it in close."""
 
-    async def reset(self, seed):
+    def __init__(self, opened, answer=lambda held: ACTIVE.get()):
+        self.opened, self.answer = opened, answer
         self.stack = contextlib.AsyncExitStack()
+
+    async def reset(self, seed):
         self.held = await self.stack.enter_async_context(self.opened())
         return "Go."
 
     async def step(self, action):
-        return StepResult(await self.answer(), reward=1.0, terminated=True)
-
-    async def answer(self):
-        return ACTIVE.get()
+        answer = self.answer(self.held)
+        return StepResult(await answer if inspect.isawaitable(answer) else answer, 1.0, terminated=True)
 
     async def close(self):
         await self.stack.aclose()
 
 
-class Scope(Held):
-    def opened(self):
-        return _scope()
+@contextlib.asynccontextmanager
+async def scope():
+    with anyio.CancelScope() as inner:
+        yield inner
 
 
 @contextlib.asynccontextmanager
-async def _scope():
-    with anyio.CancelScope() as scope:
-        yield scope
-
-
-class TaskGroup(Held):
-    """As an SDK's session: a task of its own answers what is asked, until the group is left."""
-
-    def opened(self):
-        return self.session()
-
-    @contextlib.asynccontextmanager
-    async def session(self):
-        ask, self.asked = anyio.create_memory_object_stream(8)
-        tell, self.told = anyio.create_memory_object_stream(8)
-
-        async def serve():
-            async for question in self.asked:
-                await tell.send(f"{question}!")
-
-        async with ask, self.asked, self.told, tell, anyio.create_task_group() as group:
-            group.start_soon(serve)
-            try:
-                yield ask
-            finally:
-                group.cancel_scope.cancel()
-
-    async def answer(self):
-        await self.held.send("what")
-        return await self.told.receive()
-
-
-class Nursery(Held):
-    """asyncio's own."""
-
-    def opened(self):
-        return asyncio.TaskGroup()
-
-    async def answer(self):
-        return await self.held.create_task(asyncio.sleep(0, "done"))
-
-
-class Timeout(Held):
-    def opened(self):
-        return asyncio.timeout(60)
-
-
-class Variable(Held):
-    """A context variable, reset with its token."""
-
-    def opened(self):
-        return _variable()
-
-
-@contextlib.asynccontextmanager
-async def _variable():
+async def variable():
     token = ACTIVE.set("held")
     yield
     ACTIVE.reset(token)
 
 
-class Generator(Held):
+class Generator:
     """An asynchronous generator that is gone on with in each call."""
 
     async def reset(self, seed):
@@ -111,19 +59,19 @@ class Generator(Held):
         return await anext(self.turns)
 
     async def talk(self):
-        async with _scope(), _variable():
+        async with scope(), variable():
             yield "Go."
             while True:
-                yield ACTIVE.get()
+                yield StepResult(ACTIVE.get())
 
-    async def answer(self):
+    async def step(self, action):
         return await anext(self.turns)
 
     async def close(self):
         await self.turns.aclose()
 
 
-class PlainVariable:
+class Plain:
     """Plain methods, which run in threads."""
 
     def reset(self, seed):
@@ -131,173 +79,98 @@ class PlainVariable:
         return "Go."
 
     def step(self, action):
-        return StepResult(ACTIVE.get(), 1.0, terminated=True)
+        return StepResult(ACTIVE.get())
 
     def close(self):
         ACTIVE.reset(self.token)
 
 
-class Gym(Scope):
-    """The same behind an adapter whose methods are plain and give awaitables."""
-
-    def __init__(self):
-        self.inner = Scope()
+class Gym(Held):
+    """Played through an adapter whose methods are plain and give awaitables."""
 
     async def reset(self, *, seed=None):
-        return await self.inner.reset(seed), {}
+        return await super().reset(seed), {}
 
     async def step(self, action):
         return "none", 1.0, True, False, {}
 
-    async def close(self):
-        await self.inner.close()
 
-
-SAID = {
-    Scope: "none",
-    TaskGroup: "what!",
-    Nursery: "done",
-    Timeout: "none",
-    Variable: "held",
-    Generator: "held",
-    PlainVariable: "held",
-    gymnasium(Gym)[0].make: "none",
-}
-
-
-@pytest.mark.parametrize(("make", "said"), SAID.items())
-def test_what_reset_enters_close_leaves(make, said):
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Held(scope), "none"),
+        (lambda: Held(asyncio.TaskGroup, lambda group: group.create_task(asyncio.sleep(0, "done"))), "done"),
+        (lambda: Held(variable), "held"),
+        (Generator, "held"),
+        (Plain, "held"),
+        (gymnasium(lambda: Gym(scope))[0].make, "none"),
+    ],
+)
+@asynchronous
+async def test_what_reset_enters_close_leaves(make, said):
     """Several at once, each in a task of its own; every call is awaited from another task here."""
 
-    async def apart(coroutine):
-        return await asyncio.create_task(coroutine)
-
     async def episode():
-        env = await apart(Guarded.opened(Task(make, "held")))
-        await apart(env.reset(0, timeout=30))
-        result = await apart(env.step(Action("x"), timeout=30))
-        return result.observation, await apart(env.close(timeout=30))
+        env = await asyncio.create_task(GuardedEnv.open(Task(make, "held")))
+        await asyncio.create_task(env.reset(0, timeout=30))
+        result = await asyncio.create_task(env.step(Action("x"), timeout=30))
+        return result.observation, await asyncio.create_task(env.close(timeout=30))
 
-    async def scene():
-        return await asyncio.gather(*(episode() for _ in range(5)))
-
-    assert asyncio.run(scene()) == [(said, None)] * 5
+    assert await asyncio.gather(*(episode() for _ in range(5))) == [(said, None)] * 5
 
 
-def test_an_environment_that_is_made_with_something_open():
+@asynchronous
+async def test_an_environment_that_is_made_with_something_open():
     """An asynchronous ``make`` is in the same task."""
 
     async def make():
-        env = Scope()
+        env = Held(scope)
         await env.reset(0)
         env.reset = lambda seed: "Go."
         return env
 
-    async def scene():
-        env = await Guarded.opened(Task(make, "held"))
-        await env.reset(0)
-        return await env.close(timeout=30)
-
-    assert asyncio.run(scene()) is None
+    env = await GuardedEnv.open(Task(make, "held"))
+    await env.reset(0)
+    assert await env.close(timeout=30) is None
 
 
-class Slow(Scope):
-    async def answer(self):
-        await asyncio.sleep(3600)
+@asynchronous
+async def test_a_step_that_is_given_up_leaves_what_is_open_to_close():
+    env = await GuardedEnv.open(Task(lambda: Held(scope, lambda held: asyncio.sleep(3600)), "held"))
+    await env.reset(0)
+    with pytest.raises(EnvTimeout):
+        await env.step(Action("x"), timeout=0.05)
+    assert await env.close(timeout=30) is None
+    assert not env.env.held.cancel_called
 
 
-def test_a_step_that_is_given_up_leaves_what_is_open_to_close():
-    async def scene():
-        env = await Guarded.opened(Task(Slow, "held"))
-        await env.reset(0)
-        with pytest.raises(EnvTimeout):
-            await env.step(Action("x"), timeout=0.05)
-        return await env.close(timeout=30), env.env.held
+@asynchronous
+async def test_what_fails_between_two_calls_closes_the_environment():
+    """At once, in its own task; the next call says so, and closing tells what it was. Nothing spins meanwhile."""
+    died = asyncio.Event()
 
-    problem, scope = asyncio.run(scene())
-    assert problem is None
-    assert not scope.cancel_called
-
-
-class Dies(TaskGroup):
-    """A task of its own raises between two calls, so that the group cancels whoever is in it."""
+    async def fail():
+        await died.wait()
+        raise OSError("the connection is gone")
 
     @contextlib.asynccontextmanager
-    async def session(self):
-        async def fails():
-            await died.wait()
-            raise OSError("the connection is gone")
+    async def session():
+        async with anyio.create_task_group() as group:  # it cancels whoever is in it
+            group.start_soon(fail)
+            yield
 
-        died = self.died = asyncio.Event()
-        async with anyio.create_task_group() as group:
-            group.start_soon(fails)
-            yield self
+    async def die():
+        died.set()
 
-
-def test_what_fails_between_two_calls_closes_the_environment():
-    """At once, in its own task; the next call says so, and closing tells what it was. Nothing spins meanwhile."""
-
-    async def scene():
-        env = await Guarded.opened(Task(Dies, "held"))
-        await env.reset(0)
-
-        async def die():
-            env.env.died.set()
-
-        await call(die)
-        await asyncio.sleep(0.2)
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        spent = time.process_time() - before
-        with pytest.raises(EnvError, match="'held': step: .* failed between two calls"):
-            await env.step(Action("x"), timeout=30)
-        return await env.close(timeout=30), spent
-
-    problem, spent = asyncio.run(scene())
+    env = await GuardedEnv.open(Task(lambda: Held(session), "held"))
+    await env.reset(0)
+    await call(die)
+    await asyncio.sleep(0.2)
+    before = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - before < 0.4
+    with pytest.raises(EnvError, match="'held': step: .* failed between two calls"):
+        await env.step(Action("x"), timeout=30)
+    problem = await env.close(timeout=30)
     assert isinstance(problem, ExceptionGroup)
     assert "the connection is gone" in str(problem.exceptions[0])
-    assert spent < 0.4
-
-
-def test_a_hanging_call_keeps_its_context_to_itself():
-    """A plain step that hangs does not keep close from running, and from seeing what was set."""
-    gate, seen = threading.Event(), []
-
-    class Hangs(PlainVariable):
-        def step(self, action):
-            gate.wait()
-
-        def close(self):
-            seen.append(ACTIVE.get())
-
-    async def scene():
-        env = await Guarded.opened(Task(Hangs, "held"))
-        await env.reset(0)
-        with pytest.raises(EnvTimeout):
-            await env.step(Action("x"), timeout=0.05)
-        return await env.close(timeout=2)
-
-    try:
-        assert asyncio.run(scene()) is None
-        assert seen == ["held"]
-    finally:
-        gate.set()
-
-
-def test_tasks_of_environments_end_with_them():
-    async def tasks():
-        return asyncio.all_tasks()
-
-    async def scene():
-        before = await call(tasks)
-        env = await Guarded.opened(Task(Scope, "held"))
-        await env.reset(0)
-        during = await call(tasks) - before
-        await env.close(timeout=30)
-        for _ in range(1000):
-            if not during & await call(tasks):
-                break
-            await asyncio.sleep(0.01)
-        return len(during), len(during & await call(tasks))
-
-    assert asyncio.run(scene()) == (2, 0)  # one of them is that of the call itself

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import re
 
-import numpy as np
 import pytest
 
 import rlkit
 from rlkit import envs
 from rlkit.errors import RlkitError
-
-PARAMS = rlkit.SamplingParams(max_tokens=2)
+from tests.each import for_each
 
 
 @pytest.fixture(scope="module")
-def sampler():
-    with rlkit.connect("toy", seed=0) as policy:
-        yield policy.sampler().result()
+def play():
+    """Rollouts by a toy."""
+    params = rlkit.SamplingParams(max_tokens=2)
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
+        yield functools.partial(rlkit.rollouts.rollout_sync, sampler, params=params, attempts=1)
 
 
 def answer(call, *arguments):
     """The error of a call: one of rlkit's, in one line."""
     with pytest.raises(RlkitError) as caught:
         call(*arguments)
-    text = str(caught.value)
-    assert text
-    assert "\n" not in text
-    return text
+    (line,) = str(caught.value).splitlines()
+    return line
 
 
 def test_values_of_another_kind():
@@ -38,104 +38,72 @@ def test_values_of_another_kind():
     assert words in answer(envs.function, {"prompt": ["a"], "answer": ["b"]}, len)
 
 
-class Words:
-    def reset(self, seed):
-        return self.first
+def test_a_reward_of_another_library():
+    def accuracy(completions, **kwargs):
+        return [1.0 for _ in completions]
 
-    def step(self, action):
-        return envs.StepResult(reward=1.0, terminated=True)
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
 
-    def close(self):
-        pass
+    for reward in (accuracy, compute_score):
+        text = answer(envs.function, ["a"], reward)
+        assert f"reward: {reward.__name__!r} has another library's signature" in text
+        assert "def reward(text, answer)" in text
 
 
-class TestEnvironments:
-    @pytest.mark.parametrize("first", ["", [], (), np.array([], np.int64)])
-    def test_an_empty_first_observation(self, sampler, first):
-        """There has to be something to answer."""
-        env = type("Empty", (Words,), {"first": first})
-        tasks = envs.Tasks(lambda _: env(), 1, name="empty")
-        text = answer(lambda: rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1))
-        assert "observation: is empty; expected the text for the policy to answer" in text
+def broken(text, answer):
+    return {}[answer]
 
-    def test_a_task_beyond_the_last(self):
-        """It stays an IndexError, which ends a for loop, and says how many there are."""
-        tasks = envs.function(["a", "b"], lambda text: 1.0)
-        with pytest.raises(IndexError, match=r"tasks\[7\]: Tasks\('function'.* has 2 tasks"):
-            tasks[7]
-        assert len(list(tasks)) == 2
 
-    def test_a_reward_of_another_library(self):
-        def accuracy(completions, **kwargs):
-            return [1.0 for _ in completions]
+async def broken_later(text, answer):
+    return {}[answer]
 
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return 1.0
 
-        for reward in (accuracy, compute_score):
-            text = answer(envs.function, ["a"], reward)
-            assert f"reward: {reward.__name__!r} has another library's signature" in text
-            assert "def reward(text, answer)" in text
+@for_each("reward", [broken, broken_later])
+def test_a_reward_that_raises(play, reward):
+    """The message names the reward and the row, beside the environment and the exception; the cause is its own."""
+    words = f"2 KeyError in step; the first error: 'b'; in the reward {reward.__name__!r} for prompts"
+    with pytest.raises(rlkit.BackendError, match=words + r"\[0\]") as caught:
+        play(envs.function([{"prompt": "a", "answer": "b"}], reward), n=2)
+    assert isinstance(caught.value.__cause__, KeyError)
 
-    @pytest.mark.parametrize("later", [False, True])
-    def test_a_reward_that_raises(self, sampler, later):
-        """The message names the reward and the row, beside the environment and the exception; the cause is its own."""
 
-        def broken(text, answer):
-            return {}[answer]
+def test_a_reward_that_sometimes_raises(play, caplog):
+    """Who loses a part of the episodes is told, once for each kind."""
+    calls = []
 
-        async def broken_later(text, answer):
-            return {}[answer]
+    def every_third(text):
+        calls.append(text)
+        return 1.0 if len(calls) % 3 else {}["b"]
 
-        reward = broken_later if later else broken
-        tasks = envs.function([{"prompt": "a", "answer": "b"}], reward)
-        with pytest.raises(rlkit.BackendError) as caught:
-            rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1)
-        assert f"2 KeyError in step; the first error: 'b'; in the reward {reward.__name__!r} for prompts[0]" in str(
-            caught.value
-        )
-        assert isinstance(caught.value.__cause__, KeyError)
+    assert sum(map(len, play(envs.function(["a", "c"], every_third), n=6, min_n=1))) == 8
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.api"]
+    assert told.startswith("function: an episode failed in step, KeyError: 'b'; in the reward 'every_third' for")
+    assert "env/function/failed counts them" in told
+    line = every_third.__code__.co_firstlineno + 2
+    assert f"; at tests/envs/test_mistakes.py:{line} in every_third; env/function/failed" in told
 
-    def test_a_reward_that_sometimes_raises(self, sampler, caplog):
-        """Who loses a part of the episodes is told, once for each kind."""
-        calls = []
 
-        def every_third(text):
-            calls.append(text)
-            return 1.0 if len(calls) % 3 else {}["b"]
+REWARDS = """
+import json, rlkit, sys
+def library(text): return json.loads("{")
+def ours(text): return rlkit.Sample([], [], [])
+def ends(text): return sys.exit(3)
+"""
 
-        tasks = envs.function(["a", "c"], every_third)
-        played = rlkit.rollouts.rollout_sync(sampler, tasks, n=6, params=PARAMS, attempts=1, min_n=1)
-        assert sum(map(len, played)) == 8
-        (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.api"]
-        assert told.startswith("function: an episode failed in step, KeyError: 'b'; in the reward 'every_third' for")
-        assert "env/function/failed counts them" in told
-        line = every_third.__code__.co_firstlineno + 2
-        assert f"; at tests/envs/test_mistakes.py:{line} in every_third; env/function/failed" in told
 
-    @pytest.mark.parametrize("within", [True, False], ids=["in the folder", "elsewhere"])
-    def test_where_an_error_was_raised(self, sampler, tmp_path, monkeypatch, within):
-        """The line of the user's, also where another library or rlkit raised it, or it would have ended the program."""
-        (tmp_path / "else").mkdir()
-        monkeypatch.chdir(tmp_path if within else tmp_path / "else")
-        monkeypatch.setenv("HOME", "/nowhere")
-        path = tmp_path / "rewards.py"
-        path.write_text(
-            "import json\nimport sys\nimport rlkit\n\n"
-            "def library(text):\n    return json.loads('{')\n\n"
-            "def ours(text):\n    return rlkit.Sample([], [], [])\n\n"
-            "def ends(text):\n    return sys.exit(3)\n"
-        )
-        spec = importlib.util.spec_from_file_location("rewards", path)
-        rewards = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(rewards)
-        for name, line in (("library", 6), ("ours", 9), ("ends", 12)):
-            tasks = envs.function(["a"], getattr(rewards, name))
-            with pytest.raises(rlkit.BackendError) as caught:
-                rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1)
-            shown = "rewards.py" if within else str(path)
-            assert f"; at {shown}:{line} in {name}" in str(caught.value)
-
-    def test_a_name_that_reasoning_gym_does_not_have(self):
-        pytest.importorskip("reasoning_gym")
-        assert "did you mean 'chain_sum'" in answer(envs.reasoning_gym, "chain_summ")
+@pytest.mark.parametrize("within", [True, False], ids=["in the folder", "elsewhere"])
+def test_where_an_error_was_raised(play, tmp_path, monkeypatch, within):
+    """The line of the user's, also where another library or rlkit raised it, or it would have ended the program."""
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path if within else tmp_path / "else")
+    monkeypatch.setenv("HOME", "/nowhere")
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    spec = importlib.util.spec_from_file_location("rewards", path)
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    shown = "rewards.py" if within else str(path)
+    for line, name in enumerate(("library", "ours", "ends"), 3):
+        with pytest.raises(rlkit.BackendError, match=f"; at {re.escape(shown)}:{line} in {name}"):
+            play(envs.function(["a"], getattr(rewards, name)), n=2)

@@ -33,8 +33,7 @@ def dealt(weights, seats):
     """Sainte-Laguë's method in so many words: one seat after the other to the largest weight / (2 seats + 1)."""
     counts = dict.fromkeys(weights, 0)
     for _ in range(seats):
-        best = max(weights, key=lambda name: Fraction(weights[name], 2 * counts[name] + 1))
-        counts[best] += 1
+        counts[max(weights, key=lambda name: Fraction(weights[name], 2 * counts[name] + 1))] += 1
     return counts
 
 
@@ -83,21 +82,17 @@ def test_each_task_once_per_pass_of_its_part():
 
 
 def test_settings_stand_above_the_tasks_own():
-    part = tasks(2, settings=TaskSettings(n=4, temperature=0.5, max_turns=3))
-    both = mixture(
-        {"a": part, "b": tasks(2)},
-        settings={"a": TaskSettings(n=16, reduction="max"), "b": TaskSettings(deadline=9.0, nonterminal_reward=-1.0)},
-    )
+    parts = {"a": tasks(2, settings=TaskSettings(n=4, temperature=0.5, max_turns=3)), "b": tasks(2)}
+    other = TaskSettings(deadline=9.0, nonterminal_reward=-1.0)
+    both = mixture(parts, settings={"a": TaskSettings(n=16, reduction="max"), "b": other})
     found = {task.name: task.settings for task in both.batch(0, 2)}
-    assert found["a"] == TaskSettings(n=16, temperature=0.5, max_turns=3, reduction="max")
-    assert found["b"] == TaskSettings(deadline=9.0, nonterminal_reward=-1.0)
+    assert found == {"a": TaskSettings(n=16, temperature=0.5, max_turns=3, reduction="max"), "b": other}
 
 
 def test_a_task_is_otherwise_as_it_was():
     score = function(["p"], len, group=True)
     both = mixture({"a": tasks(4, seeds=lambda index: 10 + index), "b": score})
-    (one,) = [task for task in both.batch(0, 2) if task.name == "a"]
-    (other,) = [task for task in both.batch(0, 2) if task.name == "b"]
+    one, other = sorted(both.batch(0, 2), key=lambda task: task.name)
     assert one.seed == 10 + one.index == 10 + one.make()
     assert other.score(["xy"]) == 1
 
@@ -147,7 +142,7 @@ def test_what_is_wrong_is_told_at_once(parts, options, message):
         mixture(parts, **options)
 
 
-@pytest.mark.parametrize("arguments", [(-1, 2), (0, 0), (0.0, 2)])
+@for_each("arguments", [(-1, 2), (0, 0), (0.0, 2)])
 def test_batches_that_are_none(arguments):
     with pytest.raises(rlkit.ConfigError):
         mixture({"a": tasks(3)}).batch(*arguments)

@@ -21,10 +21,13 @@ import pytest
 
 import rlkit
 from rlkit.backends.vllm._server import free_port
-from rlkit.envs import Action, openenv
+from rlkit.envs import openenv
 from rlkit.envs._from_openenv import Session
-from rlkit.envs.calling import Guarded
+from rlkit.envs.calling import GuardedEnv
 from rlkit.rollouts import Plan, rollout_sync
+from tests.each import for_each
+from tests.envs import parts
+from tests.envs.parts import asynchronous
 
 FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("RLKIT_OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else "")
@@ -32,14 +35,9 @@ pytest.importorskip("websockets")
 served = pytest.mark.skipif(not PYTHON, reason="RLKIT_OPENENV_PYTHON names no interpreter with openenv-core; see above")
 
 
-async def played(task, *turns):
+def played(task, *turns):
     """The first observation, and the results."""
-    env = await Guarded.opened(task, timeout=60)
-    try:
-        first = await env.reset(task.seed, timeout=60)
-        return first, [await env.step(Action(turn), timeout=60) for turn in turns]
-    finally:
-        assert await env.close(timeout=60) is None
+    return parts.played(task, *turns, seed=task.seed)[:2]
 
 
 @contextlib.contextmanager
@@ -74,34 +72,25 @@ def line():
 def test_an_action_of_one_text(words):
     """It is the policy's text; rewards, their absence, and the end are the server's; the seed reaches it."""
     assert words.name == "Words"
-    word = asyncio.run(played(words[0], "show"))[1][0].observation
-    first, (shown, wrong, right) = asyncio.run(played(words[0], "show", "x", f" {word}\n"))
+    every = [played(words[i], "show")[1][0].observation for i in range(8)]
+    assert len(set(every)) > 1
+    word = every[0]
+    first, (shown, wrong, right) = played(words[0], "show", "x", f" {word}\n")
     assert first == "A word of 3 letters."
     assert (shown.observation, shown.rewards) == (word, ())
     assert (wrong.reward, wrong.terminated, wrong.observation) == (0.0, False, "no")
     assert (right.reward, right.terminated) == (1.0, True)
-    shown = [asyncio.run(played(words[i], "show"))[1][0].observation for i in range(8)]
-    assert len(set(shown)) > 1
-
-
-@served
-def test_reset_is_given_more(words):
-    session = words[0].make()._session
-    tasks = openenv(session._address.replace("http", "ws", 1), reset=lambda index: {"length": index + 1})
-    assert asyncio.run(played(tasks[4]))[0] == "A word of 5 letters."
+    address = words[0].make()._session._address.replace("http", "ws", 1)
+    longer = openenv(address, reset=lambda index: {"length": index + 1})
+    assert played(longer[4])[0] == "A word of 5 letters."
 
 
 @served
 def test_an_action_of_several_fields(line):
     """It is JSON by the server's schema, which the policy is told, as what is wrong with it."""
-    tasks = openenv(line, malformed_reward=-0.5)
-    turns = (
-        "go right",
-        '{"direction": right}',
-        'I go. {"direction": "up"}',
-        '```\n{"direction": "right", "steps": 3}\n```',
-    )
-    first, (none, broken, refused, there) = asyncio.run(played(tasks[0], *turns))
+    there = '```\n{"direction": "right", "steps": 3}\n```'
+    turns = ("go right", '{"direction": right}', 'I go. {"direction": "up"}', there)
+    first, (none, broken, refused, there) = played(openenv(line, malformed_reward=-0.5)[0], *turns)
     assert first.startswith("Answer with one JSON object that fits this schema:")
     assert '"enum": ["left", "right"]' in first
     assert json.loads(first.rpartition("\n")[2]) == {"x": 0, "legal": ["left", "right"]}
@@ -120,7 +109,7 @@ def test_functions_of_yours_write_actions_and_observations(line):
         return {"direction": str(action)}
 
     tasks = openenv(line, action=walk, text=lambda seen: f"You are at {seen['x']}.")
-    first, (told, moved) = asyncio.run(played(tasks[0], "up", "left"))
+    first, (told, moved) = played(tasks[0], "up", "left")
     assert first == "You are at 0."
     assert told.observation == "That was not a valid action: say left or right."
     assert moved.observation == "You are at -1."
@@ -130,25 +119,24 @@ def test_functions_of_yours_write_actions_and_observations(line):
 def test_faults_of_the_server_fail_the_episode():
     """One that raises, and one that dies."""
     with serving("app") as address:
-        words = openenv(address)
+        task = openenv(address)[0]
         with pytest.raises(rlkit.EnvError, match="EXECUTION_ERROR: the dictionary is gone"):
-            asyncio.run(played(words[0], "crash"))
-        assert asyncio.run(played(words[0]))[0] == "A word of 3 letters."
+            played(task, "crash")
+        assert played(task)[0] == "A word of 3 letters."
         with pytest.raises(rlkit.EnvError, match="the session was lost"):
-            asyncio.run(played(words[0], "die"))
+            played(task, "die")
 
 
 @served
-def test_a_server_without_a_free_session():
-    async def scene(tasks):
-        env = await Guarded.opened(tasks[0])
+@asynchronous
+async def test_a_server_without_a_free_session():
+    with serving("narrow") as address:
+        tasks = openenv(address)
+        env = await GuardedEnv.open(tasks[0])
         await env.reset(0, timeout=60)
         with pytest.raises(rlkit.EnvBusy, match="CAPACITY_REACHED"):
-            await played(tasks[1])
+            await parts.play(tasks[1])
         assert await env.close(timeout=60) is None
-
-    with serving("narrow") as address:
-        asyncio.run(scene(openenv(address)))
 
 
 @served
@@ -159,15 +147,18 @@ def test_a_rollout(words):
     assert groups.metrics["env/Words/episodes"] == 6
 
 
-def test_what_cannot_be_played_is_said_before_the_first_episode():
-    for arguments, match in (
+@for_each(
+    ("arguments", "match"),
+    [
         ({"server": "server.app:app"}, "server: got 'server.app:app' .*; expected an address"),
         ({"server": 3}, "server: got 3"),
         ({"size": 0}, "size"),
         ({"timeout": 0}, "timeout"),
-    ):
-        with pytest.raises(rlkit.ConfigError, match=match):
-            openenv(**{"server": "http://127.0.0.1:9", **arguments})
+    ],
+)
+def test_what_cannot_be_played_is_said_before_the_first_episode(arguments, match):
+    with pytest.raises(rlkit.ConfigError, match=match):
+        openenv(**{"server": "http://127.0.0.1:9", **arguments})
 
 
 def test_an_address_with_nobody_listening():

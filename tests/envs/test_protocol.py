@@ -17,14 +17,7 @@ from tests.each import for_each
 
 
 class Nothing:
-    def reset(self, seed):
-        return ""
-
-    def step(self, action):
-        return StepResult(terminated=True)
-
-    def close(self):
-        pass
+    reset = step = close = len
 
 
 def tasks(size, **options):
@@ -35,29 +28,17 @@ def indices(batch):
     return [task.index for task in batch]
 
 
-def test_the_older_name_of_task_settings():
-    from rlkit import envs
-
-    assert envs.Settings is TaskSettings
-
-
 def test_an_action_is_its_text():
     action = Action("four", tokens=[4, 0], raw="four<end>", stop_reason="length")
-    assert action == "four"
     assert isinstance(action, str)
-    assert action.tokens.tolist() == [4, 0]
-    assert action.tokens.dtype == np.int64
-    assert (action.raw, action.stop_reason) == ("four<end>", "length")
     assert {action: 1}["four"] == 1
-
-
-def test_an_action_of_text_alone():
-    """Whoever tries an environment by hand needs no tokens."""
+    assert (action.tokens.tolist(), action.tokens.dtype) == ([4, 0], np.int64)
+    assert (action.raw, action.stop_reason) == ("four<end>", "length")
     action = Action("x")
-    assert (action.tokens.size, action.raw, action.stop_reason) == (0, "x", "stop")
+    assert (action.tokens.size, action.raw, action.stop_reason) == (0, "x", "stop"), "by hand it needs no tokens"
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@for_each("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_an_action_is_copied_whole(again):
     action = Action("a", tokens=[1], raw="a.", stop_reason="length")
     other = again(action)
@@ -65,9 +46,7 @@ def test_an_action_is_copied_whole(again):
     assert (other, other.raw, other.stop_reason, other.tokens.tolist()) == ("a", "a.", "length", [1])
 
 
-@pytest.mark.parametrize(
-    ("options", "error"), [({"stop_reason": "end"}, rlkit.ConfigError), ({"tokens": [-1]}, rlkit.DataError)]
-)
+@for_each(("options", "error"), [({"stop_reason": "end"}, rlkit.ConfigError), ({"tokens": [-1]}, rlkit.DataError)])
 def test_an_action_that_is_none(options, error):
     with pytest.raises(error, match="Action"):
         Action("a", **options)
@@ -77,6 +56,7 @@ def test_protocols_know_their_own():
     assert isinstance(Nothing(), Env)
     assert not isinstance(object(), Env)
     assert isinstance(tasks(1), TaskSource)
+    assert rlkit.envs.Settings is TaskSettings, "the older name"
 
 
 def test_step_results_share_no_info():
@@ -85,33 +65,23 @@ def test_step_results_share_no_info():
         StepResult().info["x"] = 1
 
 
-@for_each(
-    ("name", "value"),
-    [
-        ("n", 0),
-        ("n", 2.0),
-        ("n", True),
-        ("min_n", 0),
-        ("temperature", -1.0),
-        ("temperature", 1e-9),
-        ("temperature", float("nan")),
-        ("max_tokens", 0),
-        ("max_turns", -1),
-        ("max_total_tokens", "many"),
-        ("deadline", 0.0),
-        ("deadline", float("inf")),
-        ("reduction", "median"),
-        ("nonterminal_reward", float("nan")),
-    ],
-)
+OUT_OF_RANGE = {
+    "n": (0, 2.0, True),
+    "min_n": (0, 3),  # more than n, which is 2
+    "temperature": (-1.0, 1e-9, float("nan")),
+    "max_tokens": (0,),
+    "max_turns": (-1,),
+    "max_total_tokens": ("many",),
+    "deadline": (0.0, float("inf")),
+    "reduction": ("median",),
+    "nonterminal_reward": (float("nan"),),
+}
+
+
+@for_each(("name", "value"), [(name, value) for name, values in OUT_OF_RANGE.items() for value in values])
 def test_settings_out_of_range(name, value):
     with pytest.raises(rlkit.ConfigError, match=rf"Settings\.{name}"):
-        TaskSettings(**{name: value})
-
-
-def test_settings_that_contradict_each_other():
-    with pytest.raises(rlkit.ConfigError, match="min_n"):
-        TaskSettings(n=2, min_n=3)
+        TaskSettings(**{"n": 2, name: value})
 
 
 def test_settings_over_others():
@@ -120,36 +90,29 @@ def test_settings_over_others():
     assert over == TaskSettings(n=4, temperature=0.0, deadline=3.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [({"make": 3}, "make"), ({"name": ""}, "name"), ({"seed": -1}, "seed"), ({"settings": {"n": 2}}, "settings")],
-)
-def test_a_task_that_is_none(options, what):
-    with pytest.raises(rlkit.ConfigError, match=rf"Task\.{what}"):
-        Task(**({"make": Nothing} | options))
+@for_each(("name", "value"), [("make", 3), ("name", ""), ("seed", -1), ("settings", {"n": 2})])
+def test_a_task_that_is_none(name, value):
+    with pytest.raises(rlkit.ConfigError, match=rf"Task\.{name}"):
+        Task(**{"make": Nothing, name: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [({"size": 0}, "size"), ({"size": 2.5}, "size"), ({"make": None}, "make"), ({"split": ""}, "split")],
-)
-def test_tasks_that_are_none(options, what):
-    with pytest.raises(rlkit.ConfigError, match=rf"Tasks\.{what}"):
-        Tasks(**({"make": lambda _: Nothing(), "size": 2} | options))
+@for_each(("name", "value"), [("size", 0), ("size", 2.5), ("make", None), ("split", "")])
+def test_tasks_that_are_none(name, value):
+    with pytest.raises(rlkit.ConfigError, match=rf"Tasks\.{name}"):
+        Tasks(**{"make": lambda _: Nothing(), "size": 2, name: value})
 
 
 def test_a_task_knows_where_it_is_from():
     made = []
-    some = Tasks(
-        lambda i: made.append(i) or Nothing(), 5, name="some", seeds=lambda i: 100 + i, settings=TaskSettings(n=2)
-    )
+    settings = TaskSettings(n=2)
+    some = Tasks(made.append, 5, name="some", seeds=lambda i: 100 + i, settings=settings)
     task = some[-1]
-    assert (task.name, task.index, task.seed, task.settings) == ("some", 4, 104, TaskSettings(n=2))
+    assert (task.name, task.index, task.seed, task.settings) == ("some", 4, 104, settings)
     assert made == []
     task.make()
     task.make()
     assert made == [4, 4]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"tasks\[5\]: Tasks\('some'.* has 5 tasks"):
         some[5]
 
 
@@ -209,7 +172,7 @@ def test_the_order_stays():
     assert indices(tasks(8).batch(0, 8)) == [4, 7, 3, 1, 6, 5, 0, 2]
 
 
-@pytest.mark.parametrize("arguments", [(-1, 2), (0, 0), (0.0, 2), (0, 2.0)])
+@for_each("arguments", [(-1, 2), (0, 0), (0.0, 2), (0, 2.0)])
 def test_batches_that_are_none(arguments):
     with pytest.raises(rlkit.ConfigError):
         tasks(3).batch(*arguments)

@@ -6,9 +6,9 @@ RLKIT_VERIFIERS_PYTHON=/tmp/verifiers/bin/python python -m pytest tests/envs/tes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import json
 import os
 import signal
 import sys
@@ -26,6 +26,8 @@ from rlkit.envs import verifiers
 from rlkit.envs._from_verifiers import Worker
 from rlkit.rollouts import rollout_sync
 from rlkit.trajectory import datums
+from tests.each import for_each
+from tests.envs.parts import tool_call
 from tests.gateway.parts import Scripted
 from tests.models.build import build
 from tests.test_process import gone
@@ -44,10 +46,6 @@ def tasks(taskset, harness=None, **more):
     return verifiers(taskset, harness=harness, python=PYTHON, folder=FOLDER, **more)
 
 
-def call(name, **arguments):
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
 def played(environment, said, *, n=1, index=0, **options):
     """The groups of one task, against a policy that says what it is told to."""
     sampler = Scripted(ByteTokenizer(), said)
@@ -57,8 +55,7 @@ def played(environment, said, *, n=1, index=0, **options):
 
 
 def one(groups):
-    (group,) = groups
-    (trajectory,) = group.trajectories
+    ((trajectory,),) = (group.trajectories for group in groups)
     return trajectory
 
 
@@ -73,16 +70,15 @@ def test_one_turn():
 
 def test_several_turns():
     """An environment whose game is the user; its own limit of turns truncates."""
-    won = one(played(tasks("vf_guess"), ["1", "2", "3"]))
-    assert (won.reward, won.ended, len(won.turns)) == (1.0, "terminated", 3)
-    lost = one(played(tasks("vf_guess"), ["1", "2", "4"]))
-    assert (lost.reward, lost.ended, len(lost.turns)) == (0.0, "truncated", 3)
-    assert len(datums(won)) == 1, "one conversation, one datum"
+    for last, reward, ended in (("3", 1.0, "terminated"), ("4", 0.0, "truncated")):
+        trajectory = one(played(tasks("vf_guess"), ["1", "2", last]))
+        assert (trajectory.reward, trajectory.ended, len(trajectory.turns)) == (reward, ended, 3)
+        assert len(datums(trajectory)) == 1, "one conversation, one datum"
 
 
 def test_tools():
     """A taskset's server of tools; their schemas are in the prompt, their results in the conversation."""
-    trajectory = one(played(tasks("vf_stock", "null"), [call("stock", fruit="pears"), "There are 5."]))
+    trajectory = one(played(tasks("vf_stock", "null"), [tool_call("stock", fruit="pears"), "There are 5."]))
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
     assert trajectory.turns[-1].metrics["tools"] == 1.0
     assert "Says how many pieces of a fruit there are." in str(trajectory.messages[0]["content"])
@@ -91,29 +87,27 @@ def test_tools():
 
 def test_a_coding_harness():
     """verifiers' own shell agent; the reward reads what it wrote."""
-    trajectory = one(played(tasks("vf_file", "bash"), [call("bash", command="echo 42 > answer.txt"), "Done."]))
+    trajectory = one(played(tasks("vf_file", "bash"), [tool_call("bash", command="echo 42 > answer.txt"), "Done."]))
     assert (trajectory.reward, trajectory.ended, len(trajectory.turns)) == (1.0, "terminated", 2)
 
 
 @pytest.fixture(params=["toy", "local", "tinker"])
 def policy(request, tmp_path):
-    if request.param == "tinker":
-        pytest.importorskip("tinker", reason="needs the extra tinker")
-        from rlkit.server._models import toy_models
-        from rlkit.testing import FakeTinker
+    with contextlib.ExitStack() as stack:
+        if request.param == "tinker":
+            pytest.importorskip("tinker", reason="needs the extra tinker")
+            from rlkit.server._models import toy_models
+            from rlkit.testing import FakeTinker
 
-        with FakeTinker(seed=0, models=toy_models(max_length=8192)) as fake:
-            connected = rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key)
-            with connected:
-                yield connected
-    elif request.param == "local":
-        pytest.importorskip("peft")
-        path = str(build("llama", tmp_path, max_length=8192))
-        with rlkit.connect("local", model=path, lora=rlkit.Lora(rank=2), seed=0) as connected:
-            yield connected
-    else:
-        with rlkit.connect("toy", seed=0, max_length=8192) as connected:
-            yield connected
+            fake = stack.enter_context(FakeTinker(seed=0, models=toy_models(max_length=8192)))
+            options = {"model": "toy", "base_url": fake.base_url, "api_key": fake.api_key}
+        elif request.param == "local":
+            pytest.importorskip("peft")
+            path = str(build("llama", tmp_path, max_length=8192))
+            options = {"model": path, "lora": rlkit.Lora(rank=2), "seed": 0}
+        else:
+            options = {"seed": 0, "max_length": 8192}
+        yield stack.enter_context(rlkit.connect(request.param, **options))
 
 
 KINDS = {"vf_sums": "null", "vf_guess": None, "vf_stock": "null", "vf_file": "bash"}
@@ -121,16 +115,11 @@ KINDS = {"vf_sums": "null", "vf_guess": None, "vf_stock": "null", "vf_file": "ba
 
 def test_training(policy):
     """Of all four, at once: rollouts, datums of exactly what was sampled, a step of the optimizer."""
+    chat = Chat(policy.tokenizer, tool_format="hermes")
+    params = rlkit.SamplingParams(max_tokens=6)
+    firsts = [tasks(*kind)[0] for kind in KINDS.items()]
     with policy.sampler().result() as sampler:
-        groups = rollout_sync(
-            sampler,
-            [tasks(*kind)[0] for kind in KINDS.items()],
-            n=2,
-            params=rlkit.SamplingParams(max_tokens=6),
-            chat=Chat(policy.tokenizer, tool_format="hermes"),
-            progress=False,
-            max_turns=3,
-        )
+        groups = rollout_sync(sampler, firsts, n=2, params=params, chat=chat, progress=False, max_turns=3)
     assert [group.env for group in groups] == list(KINDS)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert len(trajectories) == 8
@@ -187,7 +176,7 @@ def test_an_episode_that_is_given_up():
     assert one(played(environment, ["3"])).reward == 1.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "match"),
     [
         ({"taskset": "no_such_taskset"}, "taskset 'no_such_taskset' not found"),
@@ -195,6 +184,7 @@ def test_an_episode_that_is_given_up():
         ({"taskset": "vf_sums", "config": {"agent": {"max_turn": 3}}}, "max_turn"),
         ({"taskset": {}}, "taskset: got .*expected an id"),
         ({"taskset": "vf_sums", "size": 0}, "size"),
+        ({"taskset": "vf_sums", "python": None}, r"python -m venv .*verifiers==0\.4\.0 uv, and pass python="),
         ({"taskset": "vf_sums", "python": "/no/such/python"}, "pip install verifiers==0.4.0 uv"),
         ({"taskset": "vf_sums", "python": sys.executable}, "No module named 'verifiers'"),
     ],
@@ -202,11 +192,6 @@ def test_an_episode_that_is_given_up():
 def test_what_cannot_be_played_is_said_before_the_first_episode(arguments, match):
     with pytest.raises(rlkit.ConfigError, match=match):
         verifiers(**{"python": PYTHON, "folder": FOLDER, **arguments})
-
-
-def test_without_verifiers_the_commands_are_said():
-    with pytest.raises(rlkit.ConfigError, match=r"python -m venv .*verifiers==0\.4\.0 uv, and pass python="):
-        verifiers("vf_sums")
 
 
 def test_the_process_ends_with_its_tasks():
