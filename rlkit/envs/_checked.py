@@ -20,7 +20,7 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def describe_value(value: object) -> str:
-    """Return ``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
+    """Return ``value`` in a message: short, whatever it is, even where its ``__repr__`` raises."""
     text = _SHORT.repr(value)
     return text if value is None else f"{text} ({type(value).__name__})"
 
