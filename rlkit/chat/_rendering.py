@@ -16,7 +16,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit._runtime import missing, warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import CUT, ControlText, end_answer, find_answer, without_prefill
+from rlkit.chat.templates import CUT, PLACEHOLDER, ControlText, end_answer, find_answer, without_prefill
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -190,12 +190,27 @@ class RendererPrompts:
         ids = self._renderer.extend(prompt, action.tokens, messages[turn + 1 :], self._tools, keep=keep)
         if ids is not None:
             return self._add_prefill(ids)
-        anew = self.first_prompt(messages)
-        if not keep:  # renderers drop reasoning before each question; where there was none, nothing is rewritten
-            appended = self.next_prompt(prompt, action, messages, turn, keep=True)
-            if self._decode(appended) == self._decode(anew):
-                return appended
-        return anew
+        if keep:
+            return self._after_placeholder(prompt, action, messages, turn)
+        anew = self.first_prompt(messages)  # renderers drop reasoning before each question; where there was none,
+        ids = self._renderer.extend(prompt, action.tokens, messages[turn + 1 :], self._tools, keep=True)
+        appended = None if ids is None else self._add_prefill(ids)  # nothing is rewritten
+        return anew if appended is None or self._decode(appended) != self._decode(anew) else appended
+
+    def _after_placeholder(
+        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int
+    ) -> np.ndarray:
+        """Append what is written after the policy's turn, whatever the renderer makes of the turn itself."""
+        shown: Message = {"role": "assistant", "content": PLACEHOLDER}
+        whole = self._renderer.render([*messages[:turn], shown, *messages[turn + 1 :]], self._tools)
+        parts = self._decode(whole).split(PLACEHOLDER)
+        if len(parts) != 2:
+            what = f"the renderer shows the policy's turn {len(parts) - 1} times"
+            raise DataError("conversation", what, "once", "tokens cannot be appended to it")
+        ids = self._cut(whole, len(parts[0]) + len(PLACEHOLDER))
+        if np.isin(action.tokens[-1:], list(self._chat.ends)).any() and ids.size and int(ids[0]) in self._chat.ends:
+            ids = ids[1:]
+        return self._add_prefill(np.concatenate([prompt, action.tokens, ids]))
 
     def _cut(self, ids: np.ndarray, start: int) -> np.ndarray:
         """Return the tokens after ``start`` characters; one that holds the end of these and more is encoded anew."""

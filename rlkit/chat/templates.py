@@ -71,6 +71,7 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"template: line {error.lineno}: {error.message}; expected a Jinja template") from error
         self.text = text
+        self.written_roles: set[str] = set()  # of messages that are known not to be left out
         self._tokens = dict(tokens or {})
         self._failures = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -416,11 +417,24 @@ class TemplatePrompts:
         lean = None
         for i in range(first, len(messages)) if self._template else ():
             role, content = messages[i]["role"], messages[i]["content"].strip()
-            if role != "assistant" and content not in text:
-                lean = _lean(text) if lean is None else lean
-                if _lean(content) not in lean and _lean(_json(content)[1:-1]) not in lean:
-                    what = f"is not written by the chat template, which leaves out the role {role!r}"
-                    raise DataError(f"messages[{i}].content", what, "a template that writes it")
+            if role == "assistant":
+                continue
+            if written := self._writes_role(messages, i):
+                lean = _lean(text) if content not in text and lean is None else lean
+                written = content in text or _lean(content) in lean or _lean(_json(content)[1:-1]) in lean
+            if not written:
+                what = f"is not written by the chat template, which leaves out the role {role!r}"
+                raise DataError(f"messages[{i}].content", what, "a template that writes it")
+
+    def _writes_role(self, messages: Sequence[Message], i: int) -> bool:
+        """Return whether the template writes message ``i``: a short text may also stand elsewhere in a prompt."""
+        roles: set[str] = self._template.written_roles
+        if messages[i]["role"] not in roles:
+            shown = {**messages[i], "content": PLACEHOLDER}
+            if PLACEHOLDER not in self.write([*messages[:i], shown, *messages[i + 1 :]], head=True):
+                return False
+            roles.add(messages[i]["role"])
+        return True
 
 
 def find_answer(write: Callable[..., str], messages: Sequence[Message], message: Message) -> tuple[int, str]:

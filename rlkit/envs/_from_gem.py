@@ -78,15 +78,23 @@ def gem(
     seeds = _adapters.seeds(split, seed)
     point = registry[env_id].entry_point
     module = point.partition(":")[0] if isinstance(point, str) else point.__module__
-    package("gem", module, "the packages named in its error")
+    modules = (module, *{getattr(wrapper, "__module__", None) or "gem" for wrapper in wrapping})
+    _shield(modules)
     if env_id.startswith("rg:"):  # reset draws from a set of 500, which is the split's own
         options = {"seed": _adapters.SPLITS.index(split) * 2**28 + seed % 2**18 * 2**10} | options
     if dataset_split is not None:
         options = options | {"split": dataset_split}
-    shield(["gem", "reasoning_gym"], [module, *(getattr(wrapper, "__module__", None) or "" for wrapper in wrapping)])
-    make = functools.partial(_Env, env_id, options, wrapping)
+    make = functools.partial(_Env, env_id, options, wrapping, modules)
     name = env_id if name is None else check_name("name", name)
     return Tasks(lambda _: make(), size, name=name, split=split, seeds=seeds, settings=settings)
+
+
+@functools.cache
+def _shield(modules: tuple[str, ...]) -> None:
+    """Give what GEM and these modules draw to the environments' own streams: in each process that plays them."""
+    for module in modules:
+        package("gem", module, "the packages named in its error")
+    shield(["gem", "reasoning_gym"], modules)
 
 
 def _imported() -> ModuleType:
@@ -124,8 +132,13 @@ class _Env:
     """One of GEM's environments, with its own random generators."""
 
     def __init__(
-        self, env_id: str, options: dict[str, object], wrapping: tuple[Callable[[object], object], ...]
+        self,
+        env_id: str,
+        options: dict[str, object],
+        wrapping: tuple[Callable[[object], object], ...],
+        modules: tuple[str, ...],
     ) -> None:
+        _shield(modules)
         self._id = env_id
         self._stream = Stream(0)
         with self._stream.active():

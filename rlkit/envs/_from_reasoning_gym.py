@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -80,7 +80,6 @@ def reasoning_gym(
         raise ConfigError("template", f"got {_check.describe(template)}", "text that contains {question}")
     _check.require(extract is None or callable(extract), "extract", extract, "a function of a text")
     _check_known(name)
-    shield(["reasoning_gym"])
     problems = _Problems(factory, check_name("name", name), size, seed, split, config)
     make = functools.partial(_Problem, problems, template, tagged if extract is None else extract)
     return Tasks(make, size, name=name, split=split, settings=settings)
@@ -128,6 +127,8 @@ class _Problems:
     def __init__(
         self, factory: ModuleType, name: str, size: int, seed: int, split: str, config: Mapping[str, object]
     ) -> None:
+        shield(["reasoning_gym"])
+        self._given = (factory, name, size, seed, split, config)
         self._size = size
         self._rounds = max(1, _ITEMS // size)  # how many items of one generator there are for each task
         self._new = functools.partial(factory.create_dataset, name, size=size * self._rounds, **config)
@@ -141,6 +142,9 @@ class _Problems:
             self._dataset(0)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"rlkit.envs.reasoning_gym: {name!r} with {config}: {error}") from error
+
+    def __reduce__(self) -> tuple[Callable[..., _Problems], tuple[object, ...]]:
+        return _restore, self._given
 
     def _dataset(self, number: int) -> _Generator:
         """Return the number-th generator; they differ in their seeds."""
@@ -167,6 +171,17 @@ class _Problems:
             return 0.0
         with Stream(0).active():
             return _check.real("score", self._datasets[0].score_answer(answer, item), low=0.0, high=1.0 + 1e-9)
+
+
+_restored: dict[str, _Problems] = {}
+
+
+def _restore(*given: Any) -> _Problems:
+    """Return problems that came from another process, made once for all tasks."""
+    key = repr(given)
+    if key not in _restored:
+        _restored[key] = _Problems(*given)
+    return _restored[key]
 
 
 @attrs.define(eq=False, repr=False)

@@ -44,7 +44,7 @@ class Fault(Exception):
     """Something that is not the policy's doing; ends an attempt."""
 
     def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
-        super().__init__(str(error))
+        super().__init__(where, error)
         self.where = where
         self.error = error
         self.kind = type(error).__name__ if kind is None else kind
@@ -334,7 +334,10 @@ def _read_messages(observation: Observation) -> Messages:
 
 def describe_error(error: BaseException) -> str:
     """Return the error's text with its notes, which say whose it is, shortened; and its place in the user's code."""
-    text = "; ".join([str(error), *getattr(error, "__notes__", ())])[:SHORT]
+    try:
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])[:SHORT]
+    except Exception as failure:  # noqa: BLE001  # whatever its own class does there
+        text = f"{type(error).__name__}, whose text cannot be had: {type(failure).__name__}"
     where = find_place(error)
     return f"{text}; {where}" if where else text
 

@@ -258,7 +258,8 @@ class Stream:
             placed = nullcontext(tasks) if isinstance(executor, str) else executor.place(self._plan, tasks)
             async with placed as tasks, asyncio.TaskGroup() as members:
                 for number, task in enumerate(tasks):
-                    await self._room.acquire()
+                    if self._finished < self._stop_after:  # room is not given back after that
+                        await self._room.acquire()
                     await self._begin_group(members, number, task)
         finally:
             for pending in self._pending.values():
@@ -310,6 +311,7 @@ class Stream:
         if pending.running == 0:
             await self._finish_group(pending)
         if last:  # cancelled once: a member that is closing its environment is left to it
+            self._room.release()  # the next group is waited for no longer
             for playing in self._members - {asyncio.current_task()}:
                 playing.cancel()
 

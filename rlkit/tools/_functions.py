@@ -66,18 +66,22 @@ def schema(function: Callable[..., object]) -> dict[str, object]:
     _check.require(callable(function) and name and name != "<lambda>", "tool", function, "a function with a name")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise ConfigError(f"tool {name}: its type hints cannot be resolved: {error}") from error
+        signature = inspect.signature(function)
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {name}: its parameters and their types cannot be found: {error}") from error
     description, arguments = _parse_docstring(inspect.getdoc(function) or "")
     properties: dict[str, object] = {}
     required = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature.parameters.values():
         where = f"tool {name}: parameter {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(where, f"is {parameter.kind.description}", "a parameter that can be passed by name")
         if parameter.name not in hints:
             raise ConfigError(where, "has no type hint", "one", "the model's schema needs a type")
-        made = _of_hint(hints[parameter.name], where)
+        try:
+            made = _of_hint(hints[parameter.name], where)
+        except RecursionError:
+            raise ConfigError(where, "has a type that refers to itself", "one that does not") from None
         if parameter.name in arguments:
             made.setdefault("description", arguments[parameter.name])
         if parameter.default is parameter.empty:
@@ -125,16 +129,19 @@ _WRITTEN = {
 
 def _of_hint(hint: object, where: str) -> dict[str, object]:
     """Return the JSON schema of a type."""
-    if hint is Any:
+    if hint in (Any, object):
         return {}
     if hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return {"enum": [member.value for member in hint]}
     if typing.is_typeddict(hint):
-        fields = typing.get_type_hints(hint)
+        fields, said = typing.get_type_hints(hint), typing.get_type_hints(hint, include_extras=True)
         properties = {key: _of_hint(value, f"{where}.{key}") for key, value in fields.items()}
-        return {"type": "object", "properties": properties, "required": sorted(vars(hint)["__required_keys__"])}
+        must = {key: typing.get_origin(value) for key, value in said.items()}  # __required_keys__ misreads text
+        usual = {typing.Required: True, typing.NotRequired: False}
+        required = [key for key in said if usual.get(must[key], key in hint.__required_keys__)]
+        return {"type": "object", "properties": properties, "required": sorted(required)}
     make = _GENERIC.get(typing.get_origin(hint))
     if make is None:
         expected = "a type that JSON can express"
@@ -143,7 +150,8 @@ def _of_hint(hint: object, where: str) -> dict[str, object]:
 
 
 def _of_annotated(args: _Arguments, where: str) -> dict[str, object]:
-    texts = [note for note in args[1:] if isinstance(note, str)]
+    notes = [note if isinstance(note, str) else getattr(note, "description", None) for note in args[1:]]
+    texts = [note for note in notes if isinstance(note, str)]
     return _of_hint(args[0], where) | ({"description": texts[0]} if texts else {})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import attrs
 
@@ -159,5 +159,12 @@ async def awaited(function: Callable[..., object], *args: object, **kwargs: obje
 
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    result = await asyncio.to_thread(function, *args, **kwargs)
+    result = await asyncio.to_thread(_call_plain, function, args, kwargs)
     return await result if inspect.isawaitable(result) else result
+
+
+def _call_plain(function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:  # which a future does not take: it would never be done
+        raise RuntimeError(f"raised StopIteration{error.args}") from error

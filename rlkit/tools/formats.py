@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 from rlkit.tools._functions import check_schema, problems
 from rlkit.tools._reading import Findings, Unreadable, calls_at, json_at, resume_after, skip_space
-from rlkit.tools.types import Malformed, Parsed, ToolCall
+from rlkit.tools.types import SURROGATES, Malformed, Parsed, ToolCall
 
 __all__ = ["Format", "formats", "llama", "opening", "parameters", "parse", "qwen3_coder", "read_calls"]
 
@@ -131,6 +132,9 @@ def _all_checked(parsed: Parsed, known: Mapping[str, Mapping[str, object]], text
 
 def _checked(call: ToolCall, known: Mapping[str, Mapping[str, object]], text: str) -> ToolCall | Malformed:
     excerpt = text[call.position : call.position + 40]
+    if SURROGATES.search(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}"):
+        name = SURROGATES.sub("?", call.name[:64])
+        return Malformed("it has half of a character", "whole ones", call.position, excerpt, name, call.id)
     if call.name not in known:
         names = ", ".join(known) or "none"
         return Malformed("the tool does not exist", f"one of: {names}", call.position, excerpt, call.name[:64], call.id)
@@ -346,6 +350,8 @@ def _value(text: str, schema: object) -> object:
     if not isinstance(schema, Mapping):
         return text
     types = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
+    if not types and isinstance(schema.get("enum"), list):
+        types = ["string" if isinstance(value, str) else "" for value in schema["enum"]]
     if "string" in types or (not types and not any(k in schema for k in ("anyOf", "oneOf", "$ref", "allOf"))):
         return text
     if not types and any(_takes_text(option) for option in _listed(schema, "anyOf") + _listed(schema, "oneOf")):

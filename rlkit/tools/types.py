@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 import attrs
 
 __all__ = ["Malformed", "Parsed", "ToolCall", "error_message", "tool_message"]
+
+SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @attrs.frozen
@@ -91,17 +94,27 @@ def tool_message(call: ToolCall, result: object) -> dict[str, str]:
 
     Args:
         call: the call.
-        result: text as it is; anything else as JSON, and what JSON cannot hold as its ``str``.
+        result: text as it is; anything else as JSON, and what JSON cannot hold as its ``str``. Halves of characters
+            (lone surrogates), which no tokenizer encodes, become U+FFFD.
 
     >>> tool_message(ToolCall("add", {"x": 1}), {"sum": 3})["content"]
     '{"sum": 3}'
     """
     if not isinstance(result, str):
         try:
-            result = json.dumps(result, ensure_ascii=False, default=str)
+            result = json.dumps(result, ensure_ascii=False, default=_plain)
         except (TypeError, ValueError, RecursionError):  # keys that are not text, cycles
-            result = str(result)
-    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": str(result)}
+            try:
+                result = str(result)
+            except Exception as error:  # noqa: BLE001  # an integer of 5,000 digits, or whatever a class does
+                result = f"{type(error).__name__}: {error}"
+    content = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", str(result))
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
+
+
+def _plain(value: object) -> object:
+    """Return numbers and arrays of numpy and torch as JSON has them, and anything else as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def error_message(error: Malformed) -> dict[str, str]:

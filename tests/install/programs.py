@@ -299,7 +299,7 @@ def mcp():
 
     async def scene(place):
         tasks = questions(place, ["7 + 8?"], lambda text, calls: float(calls[0][1] == "15"))
-        env = await Guarded.opened(tasks[0], timeout=60)
+        env = await GuardedEnv.open(tasks[0], timeout=60)
         try:
             await env.reset(0, timeout=60)
             call = '<tool_call>{"name": "add", "arguments": {"x": 7, "y": 8}}</tool_call>'
