@@ -286,7 +286,7 @@ def mcp():
 
     from rlkit.envs import Action
     from rlkit.envs import mcp as questions
-    from rlkit.envs.calling import Guarded
+    from rlkit.envs.calling import GuardedEnv
 
     def add(x: int, y: int) -> int:
         """Adds."""

@@ -6,11 +6,10 @@ import asyncio
 import gc
 import json
 import os
+import re
 import stat
 import sys
-import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,16 +18,13 @@ pytest.importorskip("uvicorn", reason="needs the extra gateway")
 
 import httpx
 
-from rlkit import BackendError, SamplingParams
 from rlkit.envs import agent
-from rlkit.evaluation import evaluate_sync
 from rlkit.gateway import Gateway, Session
-from rlkit.rollouts import rollout, rollout_sync
+from rlkit.rollouts import rollout
 from rlkit.trajectory import datums
-from tests.rollouts.parts import RandomSampler
+from tests.each import for_each
+from tests.rollouts.parts import PARAMS, RandomSampler, fail_agent, is_text, play_agent
 from tests.test_process import gone
-
-SHORT = SamplingParams(max_tokens=6)
 
 CLIENT = """
 import json, os, sys, urllib.request
@@ -56,50 +52,41 @@ if not os.fork():
 
 @pytest.fixture
 def program(tmp_path):
-    """Writes a program that can ask; gives the command."""
+    """Return a function that writes a program, which can ask, and returns its command."""
 
-    def write(body, *arguments):
+    def write(body, *arguments, start=CLIENT):
         path = tmp_path / "agent.py"
-        path.write_text(CLIENT + textwrap.dedent(body))
+        path.write_text(start + body)
         return [sys.executable, str(path), *arguments]
 
     return write
 
 
-def length(result, task):
-    return float(isinstance(result, str))
+@pytest.fixture
+def up(tmp_path):
+    """Return a folder in which processes leave their ids."""
+    (tmp_path / "up").mkdir()
+    return tmp_path / "up"
 
 
-def played(command, *, reward=length, rows=("x",), n=2, tasks=None, **options):
-    return rollout_sync(
-        RandomSampler(), agent(command, reward, list(rows), **(tasks or {})), n=n, params=SHORT, **options
-    )
+def keep_in(results):
+    """Return a reward that keeps the results; it is the answer of the row, or 1."""
+    return lambda result, task: results.append(result) or float(task.get("answer", 1.0))
 
 
-def failures(command, **options):
-    with pytest.raises(BackendError) as caught:
-        played(command, **options)
-    return str(caught.value)
+def read_pids(folder):
+    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
 
 
-def pids(folder):
-    """Of the processes that have left a file there."""
-    return [int(path.name) for path in Path(folder).iterdir() if path.name.isdigit()]
-
-
-def test_a_program_is_trained_as_it_is(program):
-    """It finds everything in its environment and on stdin, and its result is what it prints."""
-    results = []
-
-    def reward(result, task):
-        results.append(json.loads(result))
-        return float(task["answer"])
-
-    groups = played(program(TWO), reward=reward, rows=[{"prompt": "a", "answer": 3}])
-    assert groups[0].rewards.tolist() == [3.0, 3.0]
-    for trajectory in groups[0].trajectories:
+def test_programs_are_trained_as_they_are(program):
+    """Each finds its session in its environment and its task on stdin; its result is what it prints."""
+    rows, results = [{"prompt": f"task {i}", "answer": i} for i in range(12)], []
+    groups = play_agent(program(TWO), reward=keep_in(results), rows=rows, concurrency=24)
+    assert [group.rewards.tolist() for group in groups] == [[i, i] for i in range(12)]
+    for row, trajectory in ((row, t) for row, group in zip(rows, groups, strict=True) for t in group.trajectories):
         assert [message["role"] for message in trajectory.messages] == ["user", "assistant"] * 2
-        assert trajectory.messages[-1]["content"] in results
+        assert trajectory.messages[0]["content"] == row["prompt"]
+        assert json.dumps(trajectory.messages[-1]["content"]) in results
         assert sum(d.mask.sum() for d in datums(trajectory, 1.0, split="allow")) == trajectory.token_count
 
 
@@ -107,93 +94,78 @@ def test_arguments_and_variables(program, tmp_path, monkeypatch):
     """Fields of the task stand in arguments once; braces that name none stay."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     body = "ask('x')\nprint(json.dumps([sys.argv[1:], os.environ['OWN'], os.getcwd()]))"
-    seen = []
     command = program(body, "{prompt}", '{"a": {n}}', "{more}", "{}", "${HOME}")
-    tasks = {"environment": {"OWN": "1"}, "folder": tmp_path}
-    played(
-        command,
-        reward=lambda result, task: seen.append(json.loads(result)) or 1.0,
-        rows=[{"prompt": "{n}", "n": [1]}],
-        tasks=tasks,
-        n=1,
-    )
-    assert seen == [[["{n}", '{"a": [1]}', "{more}", "{}", "${HOME}"], "1", os.path.realpath(tmp_path)]]
+    about, results = {"environment": {"OWN": "1"}, "folder": tmp_path}, []
+    play_agent(command, reward=keep_in(results), rows=[{"prompt": "{n}", "n": [1]}], about=about, n=1)
+    assert [json.loads(result) for result in results] == [
+        [["{n}", '{"a": [1]}', "{more}", "{}", "${HOME}"], "1", os.path.realpath(tmp_path)]
+    ]
 
 
-def test_programs_that_fail(program):
+@for_each(
+    ("body", "message"),
+    [
+        ("ask('x')\nraise SystemExit('broken')", "2 AgentError in play.*agent.py': exit code 1: broken"),
+        ("import signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11"),
+        ("print(4)", "2 no_turns in play"),
+    ],
+)
+def test_programs_that_fail(program, body, message):
     """The message has the exit code and the end of what was said."""
-    assert "2 AgentError in play" in failures(program("ask('x')\nraise SystemExit('it is broken')"))
-    assert "agent.py': exit code 1: it is broken" in failures(program("ask('x')\nraise SystemExit('it is broken')"))
-    assert "ended by signal 11" in failures(program("import signal\nos.kill(os.getpid(), signal.SIGSEGV)"))
-    assert "2 no_turns in play" in failures(program("print(4)"))
+    assert re.search(message, fail_agent(program(body)))
 
 
 def test_one_that_cannot_be_run(tmp_path):
     path = tmp_path / "agent"
     path.write_text("not a program")
     path.chmod(stat.S_IRWXU)
-    assert "2 EnvError in play" in failures([str(path)])
+    assert "2 EnvError in play" in fail_agent([str(path)])
 
 
 @pytest.mark.parametrize("body", [HANG, DEAF + HANG, FORK + HANG], ids=["hangs", "deaf", "forks"])
-def test_the_deadline_ends_programs(program, tmp_path, body):
+def test_the_deadline_ends_programs(program, up, body):
     """And what they have started, whether they hear SIGTERM or not."""
-    (tmp_path / "up").mkdir()
-    assert "2 timeout in play" in failures(program(body, str(tmp_path / "up")), deadline=8.0)
-    found = pids(tmp_path / "up")
-    assert len(found) >= 2
-    assert all(gone(pid) for pid in found)
+    assert "2 timeout in play" in fail_agent(program(body, str(up)), deadline=8.0)
+    assert len(read_pids(up)) >= 2
+    assert all(gone(pid) for pid in read_pids(up))
 
 
 @pytest.mark.parametrize("body", [HANG, DEAF + FORK + HANG], ids=["hangs", "deaf"])
-def test_a_rollout_that_is_given_up_leaves_no_process(program, tmp_path, body):
-    (tmp_path / "up").mkdir()
-    command = program(body, str(tmp_path / "up"))
+def test_a_rollout_that_is_given_up_leaves_no_process(program, up, body):
+    tasks = agent(program(body, str(up)), is_text, ["x"])
     wanted = 3 * (1 + body.count("os.fork"))
 
     async def main():
-        playing = asyncio.ensure_future(rollout(RandomSampler(), agent(command, length, ["x"]), n=3, params=SHORT))
-        while len(pids(tmp_path / "up")) < wanted and not playing.done():
+        playing = asyncio.ensure_future(rollout(RandomSampler(), tasks, n=3, params=PARAMS))
+        while len(read_pids(up)) < wanted and not playing.done():
             await asyncio.sleep(0.05)
         playing.cancel()
         await asyncio.wait([playing])
         assert playing.cancelled()
 
     asyncio.run(main())
-    assert all(gone(pid) for pid in pids(tmp_path / "up"))
+    assert all(gone(pid) for pid in read_pids(up))
 
 
-def test_children_of_a_program_that_ends_well(program, tmp_path):
-    (tmp_path / "up").mkdir()
-    played(program("ask('x')\n" + FORK + "print(1)", str(tmp_path / "up")))
-    assert all(gone(pid) for pid in pids(tmp_path / "up"))
+def test_children_of_a_program_that_ends_well(program, up):
+    play_agent(program("ask('x')\n" + FORK + "print(1)", str(up)))
+    assert all(gone(pid) for pid in read_pids(up))
 
 
 def test_a_flood_on_stdout(program):
     """The end of it is the result."""
-    sizes = []
-    played(
-        program("ask('x')\nfor _ in range(300): print('x' * 100000)\nprint('end')"),
-        reward=lambda result, task: sizes.append((len(result), result[-3:])) or 1.0,
-    )
-    assert all(size <= 1_000_000 and end == "end" for size, end in sizes)
-    assert len(sizes) == 2
+    results = []
+    command = program("ask('x')\nfor _ in range(300): print('x' * 100000)\nprint('end')")
+    play_agent(command, reward=keep_in(results))
+    assert len(results) == 2
+    assert all(len(result) <= 1_000_000 and result.endswith("end") for result in results)
 
 
 def test_a_limit_ends_a_program(program):
     """It is refused further turns, fails, and its episode is truncated."""
-    groups = played(program("talk = ['x']\nwhile True: talk += [ask(*talk), 'more']"), max_turns=2)
+    groups = play_agent(program("talk = ['x']\nwhile True: talk += [ask(*talk), 'more']"), max_turns=2)
     for trajectory in groups[0].trajectories:
         assert (trajectory.ended, len(trajectory.turns), trajectory.reward) == ("max_turns", 2, 0.0)
-
-
-def test_many_programs_at_once(program):
-    """Each in its session."""
-    rows = [{"prompt": f"task {i}"} for i in range(12)]
-    groups = played(program(TWO), rows=rows, n=2, concurrency=24)
-    assert [len(group) for group in groups] == [2] * 12
-    for row, group in zip(rows, groups, strict=True):
-        assert {t.messages[0]["content"] for t in group.trajectories} == {row["prompt"]}
 
 
 def test_200_sessions_over_http_leave_nothing():
@@ -215,7 +187,7 @@ def test_200_sessions_over_http_leave_nothing():
 
     before = left()
     for _ in range(2):
-        groups = played(run, rows=[str(i) for i in range(50)], n=4, concurrency=200)
+        groups = play_agent(run, rows=[str(i) for i in range(50)], n=4, concurrency=200)
         assert groups.metrics["env/agent/episodes"] == 200
         assert groups.metrics["env/agent/failed"] == 0
         del groups
@@ -226,12 +198,7 @@ def test_200_sessions_over_http_leave_nothing():
     assert not [thread for thread in ours if thread.is_alive()]
 
 
-def test_evaluate(program):
-    found = evaluate_sync(RandomSampler(), agent(program(TWO), length, ["a", "b"]), params=SHORT)
-    assert (found.scores["agent"].mean, found.scores["agent"].episodes) == (1.0, 2)
-
-
-SDK = """
+OPENAI = """
 import json, os, sys
 from openai import OpenAI
 task = json.load(sys.stdin)
@@ -249,11 +216,9 @@ print(message.content)
 """
 
 
-@pytest.mark.parametrize(("sdk", "body", "turns"), [("openai", SDK, 2), ("anthropic", ANTHROPIC, 1)])
-def test_sdks_find_the_session(sdk, body, turns, tmp_path):
+@pytest.mark.parametrize(("sdk", "body", "turns"), [("openai", OPENAI, 2), ("anthropic", ANTHROPIC, 1)])
+def test_sdks_find_the_session(sdk, body, turns, program):
     """By the variables that they look for."""
     pytest.importorskip(sdk)
-    path = tmp_path / "agent.py"
-    path.write_text(body)
-    groups = played([sys.executable, str(path)], n=1)
+    groups = play_agent(program(body, start=""), n=1)
     assert len(groups[0].trajectories[0].turns) == turns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import threading
 import weakref
 
@@ -13,25 +12,14 @@ import pytest
 
 import rlkit
 from rlkit import BackendError, ConfigError, DataError, Sample, SamplingParams
-from rlkit.advantages import grpo
 from rlkit.corrections import token_tis
-from rlkit.envs import Tasks
 from rlkit.rollouts import Replay, Rollouts, async_rollouts, rollout, rollout_sync
 from rlkit.storage import append, read
 from rlkit.trajectory import Group, Trajectory, Turn, datums
 from tests.each import for_each
-from tests.rollouts.parts import Counted, all_closed, reset_counts
-from tests.rollouts.test_rollout import same
+from tests.rollouts.parts import TASKS, Counted, all_closed, describe, raising, reset_counts, train
 
-PARAMS = SamplingParams(max_tokens=4)
-OPTIONS = {"n": 2, "params": PARAMS, "seed": 5}
-
-
-class Short(Counted):
-    turns = 2
-
-
-TASKS = Tasks(lambda i: Short(), 6, name="short")
+OPTIONS = {"n": 2, "params": SamplingParams(max_tokens=4), "seed": 5}
 
 
 @pytest.fixture
@@ -41,75 +29,65 @@ def policy():
         yield policy
 
 
-def train(policy, groups):
-    """One optimizer step on these groups."""
-    data = []
-    for group in groups:
-        for t, a in zip(group.trajectories, grpo(group.rewards, scale="none") + 0.1, strict=True):
-            data += datums(t, a)
-    policy.forward_backward(data, "importance_sampling")
-    policy.optim_step(rlkit.Adam(learning_rate=0.05))
+def ahead(policy, tasks=TASKS, **options):
+    """Return batches of two tasks, or with other options."""
+    return async_rollouts(policy, tasks, **{"size": 2} | OPTIONS | options)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_a_batch_is_as_old_as_max_lag(policy, max_lag):
     """Step s is sampled from the policy as it was s - max_lag rounds of training ago, never earlier."""
     seen = []
-    with async_rollouts(policy, TASKS, size=2, steps=6, max_lag=max_lag, **OPTIONS) as batches:
+    with ahead(policy, steps=6, max_lag=max_lag) as batches:
         for step, groups in enumerate(batches):
-            version = policy.sampler().result().version
-            assert version == step
+            assert policy.sampler().result().version == step
             assert {t.version for group in groups for t in group.trajectories} == {max(0, step - max_lag)}
             assert groups.metrics["sampler/lag"] == min(step, max_lag)
             assert [group.step for group in groups] == [step] * 2
-            seen += [group.index for group in groups]
-            train(policy, groups)
+            seen += [group.index for group in train(policy, groups)]
     assert sorted(seen) == sorted([*range(6)] * 2)
 
 
 def test_lag_0_is_the_synchronous_loop():
-    """Bit for bit; and with any lag two runs are alike, awaited or not."""
+    """Bit for bit; and with any lag two runs are equal, awaited or not."""
     pytest.importorskip("torch")
 
-    def synchronous(policy):
+    def run_synchronous(policy):
+        found = []
         for step in range(4):
             groups = rollout_sync(policy.sampler().result(), TASKS.batch(step, 2, seed=5), step=step, **OPTIONS)
-            train(policy, groups)
-            yield groups
-
-    def ahead(policy, max_lag):
-        with async_rollouts(policy, TASKS, size=2, steps=4, max_lag=max_lag, **OPTIONS) as batches:
-            for groups in batches:
-                train(policy, groups)
-                yield groups
-
-    async def awaited(policy, max_lag):
-        found = []
-        async with async_rollouts(policy, TASKS, size=2, steps=4, max_lag=max_lag, **OPTIONS) as batches:
-            async for groups in batches:
-                train(policy, groups)
-                found.append(groups)
+            found += train(policy, groups)
         return found
 
-    def run(function, *args):
+    def run_ahead(policy, max_lag):
+        with ahead(policy, steps=4, max_lag=max_lag) as batches:
+            return [group for groups in batches for group in train(policy, groups)]
+
+    def run_awaited(policy, max_lag):
+        async def run():
+            async with ahead(policy, steps=4, max_lag=max_lag) as batches:
+                return [group async for groups in batches for group in train(policy, groups)]
+
+        return asyncio.run(run())
+
+    def play(function, *args):
         with rlkit.connect("toy", seed=0) as policy:
-            found = function(policy, *args)
-            found = asyncio.run(found) if inspect.iscoroutine(found) else list(found)
-            return [group for groups in found for group in groups]
+            return describe(function(policy, *args))
 
-    one, two, three, four = run(synchronous), run(ahead, 0), run(ahead, 1), run(awaited, 1)
-    assert all(same([a], [b]) for a, b in zip(one, two, strict=True))
-    assert all(same([a], [b]) for a, b in zip(three, four, strict=True))
-    assert same(one[:2], three[:2])
-    assert not all(same([a], [b]) for a, b in zip(one, three, strict=True))
+    synchronous, late = play(run_synchronous), play(run_ahead, 1)
+    assert len(synchronous) == len(late) == 4 * 2 * 2
+    assert play(run_ahead, 0) == synchronous
+    assert play(run_awaited, 1) == late
+    assert late[:4] == synchronous[:4]
+    assert late != synchronous
 
 
-def test_sampling_goes_on_while_training(policy):
+def test_sampling_continues_while_training(policy):
     """The next batch's episodes are played while the loop does something else."""
     reset_counts()
     go = threading.Event()
 
-    class Waits(Short):
+    class Waits(Counted):
         def step(self, action):
             go.wait(30)
             return super().step(action)
@@ -118,9 +96,9 @@ def test_sampling_goes_on_while_training(policy):
 
     def tasks(step):
         made.append(step)
-        return [Waits if step else Short] * 2
+        return [Waits if step else Counted] * 2
 
-    with async_rollouts(policy, tasks, steps=2, max_lag=1, **OPTIONS) as batches:
+    with ahead(policy, tasks, size=None, steps=2, max_lag=1) as batches:
         next(batches)
         assert made == [0, 1]
         while Counted.made < 8:
@@ -129,12 +107,13 @@ def test_sampling_goes_on_while_training(policy):
         assert len(next(batches)) == 2
         with pytest.raises(StopIteration):
             next(batches)
+    assert made == [0, 1]
 
 
 def test_closing_early_closes_environments(policy):
     reset_counts()
     before = threading.active_count()
-    with async_rollouts(policy, TASKS, size=4, max_lag=2, **OPTIONS) as batches:
+    with ahead(policy, size=4, max_lag=2) as batches:
         next(batches)
     assert Counted.made > 0
     assert all_closed()
@@ -145,7 +124,7 @@ def test_closing_early_closes_environments(policy):
 
 
 def test_a_forgotten_one_ends_its_thread(policy):
-    batches = async_rollouts(policy, TASKS, size=1, **OPTIONS)
+    batches = ahead(policy)
     next(batches)
     thread, gone = batches._thread, weakref.ref(batches)
     del batches
@@ -155,13 +134,9 @@ def test_a_forgotten_one_ends_its_thread(policy):
     assert not thread.is_alive()
 
 
-class Broken(Short):
-    def reset(self, seed):
-        raise OSError("gone")
-
-
 def test_an_error_is_raised_where_its_batch_is_asked_for(policy):
-    with async_rollouts(policy, lambda step: [Broken if step == 2 else Short], max_lag=1, **OPTIONS) as batches:
+    broken = raising(OSError("gone"), "reset")
+    with ahead(policy, lambda step: [broken if step == 2 else Counted], size=None, max_lag=1) as batches:
         next(batches), next(batches)
         with pytest.raises(BackendError, match="no group is left"):
             next(batches)
@@ -171,11 +146,8 @@ def test_an_error_is_raised_where_its_batch_is_asked_for(policy):
 
 def test_a_snapshot_every_so_many_steps(policy):
     """Asked at steps 0 to 5, a fresh one at 0, 2 and 4; used a step later."""
-    with async_rollouts(policy, TASKS, size=1, steps=6, max_lag=1, interval=2, **OPTIONS) as batches:
-        found = []
-        for groups in batches:
-            found.append((groups[0].version, groups.metrics["sampler/lag"]))
-            train(policy, groups)
+    with ahead(policy, size=1, steps=6, max_lag=1, interval=2) as batches:
+        found = [(train(policy, groups)[0].version, groups.metrics["sampler/lag"]) for groups in batches]
     assert found == [(0, 0), (0, 1), (0, 2), (2, 1), (2, 2), (4, 1)]
 
 
@@ -195,78 +167,75 @@ def test_a_play_of_ones_own(policy):
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_it_is_resumed_exactly(cut, tmp_path):
-    """What is under way at a checkpoint is saved with it: a run that goes on has the very batches of the whole one."""
+    """What is under way at a checkpoint is saved with it: a resumed run has the very batches of the whole one."""
     pytest.importorskip("torch")
 
-    def run(folder, until):
+    def play(folder, until):
         found = []
         with rlkit.Run(folder, seed=0, trackers=()) as run:
             policy = run.connect("toy")
-            left = {"steps": 5 - run.step, "start": run.step}
-            with async_rollouts(policy, TASKS, size=2, max_lag=2, **left, **OPTIONS) as made:
+            with ahead(policy, max_lag=2, steps=5 - run.step, start=run.step) as made:
                 batches = run.keep("batches", made)
                 for step in run.steps(until):
                     groups = next(batches)
-                    found += groups
-                    train(policy, groups)
+                    found += train(policy, groups)
                     run.checkpoint(policy)
                     assert groups.metrics["sampler/lag"] == min(step, 2)
         return found
 
-    whole = run(tmp_path / "whole", 5)
-    parts = run(tmp_path / "parts", cut) + run(tmp_path / "parts", 5)
+    whole = play(tmp_path / "whole", 5)
+    parts = play(tmp_path / "parts", cut) + play(tmp_path / "parts", 5)
     assert [group.step for group in parts] == [group.step for group in whole]
-    assert same(parts[:2], whole[:2])
-    assert same(parts, whole)
+    assert describe(parts) == describe(whole)
 
 
-@pytest.mark.parametrize("other", [{"size": 3}, {"tasks": TASKS[:2]}])
+@for_each("other", [{"size": 3}, {"tasks": TASKS[:2]}])
 def test_another_order_of_tasks_is_refused(policy, other):
-    """A run that goes on with another size, or another number of tasks, would repeat some tasks and miss others."""
-
-    def made(tasks=TASKS, size=2):
-        return async_rollouts(policy, tasks, size=size, steps=2, **OPTIONS)
-
-    with made() as before, made() as same_again, made(**other) as changed:
+    """A run that is resumed with another size, or another number of tasks, would repeat some tasks and miss others."""
+    with ahead(policy, steps=2) as before, ahead(policy, steps=2) as same, ahead(policy, **other) as changed:
         next(before)
         state = before.state()
-        same_again.restore(state)
-        with pytest.raises(rlkit.ConfigError, match="the order of the run's beginning"):
+        same.restore(state)
+        with pytest.raises(ConfigError, match="the order of the run's beginning"):
             changed.restore(state)
         del state["order"]
-        with pytest.raises(rlkit.ConfigError, match="the order of the run's beginning"):
-            same_again.restore(state)
+        with pytest.raises(ConfigError, match="the order of the run's beginning"):
+            same.restore(state)
 
 
 def test_starts_later(policy):
-    with async_rollouts(policy, TASKS, size=2, steps=2, start=7, **OPTIONS) as batches:
-        assert [group.step for groups in batches for group in groups] == [7, 7, 8, 8]
+    """A program that is started again after its last step has nothing to do, and ends."""
+    for steps, expected in ((2, [7, 7, 8, 8]), (0, [])):
+        with ahead(policy, steps=steps, start=7) as batches:
+            assert [group.step for groups in batches for group in groups] == expected
+
+
+BAD = {
+    "size": [None, 0], "max_lag": [-1], "steps": [-1], "start": [-1], "interval": [0], "play": [3], "policy": [None],
+    "tasks": [Counted, [Counted], 3], "in_flight": ["tokens", 1], "recompute": [1], "nothing": [-1],
+}  # fmt: skip
 
 
 @for_each(
     ("arguments", "message"),
     [
-        ({"tasks": TASKS}, "size"),
-        ({"tasks": TASKS, "size": 0}, "size"),
-        ({"tasks": Short, "size": 1}, "tasks"),
-        ({"tasks": [Short]}, "tasks"),
-        ({"tasks": 3}, "tasks"),
-        ({"tasks": lambda step: [Short], "size": 1}, "size"),
-        ({"tasks": TASKS, "size": 1, "max_lag": -1}, "max_lag"),
-        ({"tasks": TASKS, "size": 1, "steps": -1}, "steps"),
-        ({"tasks": TASKS, "size": 1, "start": -1}, "start"),
-        ({"tasks": TASKS, "size": 1, "interval": 0}, "interval"),
-        ({"tasks": TASKS, "size": 1, "play": 3}, "play"),
-        ({"tasks": TASKS, "size": 1, "in_flight": "tokens"}, "in_flight"),
-        ({"tasks": TASKS, "size": 1, "recompute": 1}, "recompute"),
-        ({"tasks": TASKS, "size": 1, "nothing": -1}, "nothing"),
+        *(({name: value}, name) for name, values in BAD.items() for value in values),
+        ({"tasks": lambda step: [Counted]}, "size"),
+        ({"recompute": True}, "recompute: is True; expected False without in_flight"),
+        ({"in_flight": True, "recompute": 2}, "recompute"),
+        ({"inflight": True}, "^async_rollouts: no option 'inflight'; did you mean 'in_flight'"),
     ],
 )
 def test_bad_arguments(policy, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        async_rollouts(policy, **arguments)
+        async_rollouts(**{"policy": policy, "tasks": TASKS, "size": 1} | arguments)
+
+
+def test_a_sampler_is_no_policy(policy):
     with pytest.raises(ConfigError, match="policy"):
         async_rollouts(policy.sampler().result(), TASKS, size=1)
+    with pytest.raises(ConfigError, match="no option 'top_p'"):
+        rollout_sync(None, TASKS, top_p=0.9)
 
 
 def made(version, number=0):
@@ -285,6 +254,9 @@ def test_replay_keeps_to_its_age_and_capacity():
         replay.sample(1, current=11)
     with pytest.raises(DataError, match=r"groups\[0\]"):
         replay.add([3])
+    for arguments in ({"max_age": -1}, {"max_age": 1, "capacity": 0}, {"max_age": 1, "seed": -1}):
+        with pytest.raises(ConfigError):
+            Replay(**arguments)
 
 
 def test_replay_draws_uniformly_and_without_repeats():
@@ -307,25 +279,17 @@ def test_replay_is_resumed_exactly(tmp_path):
     again = Replay(max_age=9, seed=3, draws=replay.draws)
     again.add(read(tmp_path / "replay.jsonl"))
     for _ in range(5):
-        assert same(replay.sample(4, current=2), again.sample(4, current=2))
-
-
-@pytest.mark.parametrize("arguments", [{"max_age": -1}, {"max_age": 1, "capacity": 0}, {"max_age": 1, "seed": -1}])
-def test_bad_buffers(arguments):
-    with pytest.raises(ConfigError):
-        Replay(**arguments)
+        assert describe(replay.sample(4, current=2)) == describe(again.sample(4, current=2))
 
 
 def test_replayed_data_with_corrections(policy):
     """Old trajectories, weighted by truncated ratios of the trainer's logprobs to the recorded ones."""
-    sampler = policy.sampler().result()
-    groups = rollout_sync(sampler, TASKS.batch(0, 3), **OPTIONS)
+    groups = rollout_sync(policy.sampler().result(), TASKS.batch(0, 3), **OPTIONS)
     replay = Replay(max_age=5)
     replay.add(groups)
     for _ in range(3):
         train(policy, groups)
-    trajectories = [t for group in replay.sample(3, current=3) for t in group.trajectories]
-    data = [datum for t in trajectories for datum in datums(t, 1.0)]
+    data = [datum for group in replay.sample(3, current=3) for t in group.trajectories for datum in datums(t, 1.0)]
     trainer = policy.forward(data).result().selected
     sampled = [datum.select(datum.inputs["sampling_logprobs"]) for datum in data]
     weights = token_tis(trainer_logprobs=trainer, sampling_logprobs=sampled)
@@ -334,16 +298,3 @@ def test_replayed_data_with_corrections(policy):
     found = policy.forward(weighted, "reinforce").result().metrics["loss:sum"]
     expected = -sum((w * lp).sum() for w, lp in zip(weights, trainer, strict=True))
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_no_step_is_left(policy):
-    """A program that is started again after its last step has nothing to do, and ends."""
-    with async_rollouts(policy, TASKS, size=1, start=4, steps=0, **OPTIONS) as batches:
-        assert list(batches) == []
-
-
-def test_an_option_of_sampling_is_named(policy):
-    with pytest.raises(rlkit.ConfigError, match="^async_rollouts: no option 'inflight'; did you mean 'in_flight'"):
-        async_rollouts(policy, TASKS, size=2, inflight=True)
-    with pytest.raises(rlkit.ConfigError, match="no option 'top_p'"):
-        rollout_sync(None, TASKS, top_p=0.9)

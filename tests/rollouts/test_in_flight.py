@@ -10,38 +10,22 @@ import pytest
 
 import rlkit
 from rlkit import BackendError, ConfigError, SamplingParams, UnsupportedError
-from rlkit.advantages import grpo
 from rlkit.backends import toy
 from rlkit.corrections import token_tis
-from rlkit.envs import StepResult, Tasks
+from rlkit.envs import Tasks
 from rlkit.rollouts import Plan, async_rollouts
 from rlkit.trajectory import datums
 from tests.backends.local import white_box
+from tests.rollouts.parts import TASKS, Counted, train
 
 pytest.importorskip("torch")
 
-PARAMS = SamplingParams(max_tokens=40, stop=())
-PLAN = Plan(n=2, params=PARAMS, seed=5)
+PLAN = Plan(n=2, params=SamplingParams(max_tokens=40, stop=()), seed=5)
 
 
-class Talk:
-    """Three turns."""
-
-    turns = 3
-
-    def reset(self, seed):
-        self.left = self.turns
-        return f"Say something ({seed})."
-
-    def step(self, action):
-        self.left -= 1
-        return StepResult("Go on." if self.left else "", reward=float(len(action) % 5), terminated=not self.left)
-
-    def close(self):
-        pass
-
-
-TASKS = Tasks(lambda i: Talk(), 6, name="talk")
+def in_flight(policy, tasks=TASKS, **options):
+    """Return batches of two tasks in flight, or with other options."""
+    return async_rollouts(policy, tasks, **{"size": 2, "plan": PLAN, "in_flight": True} | options)
 
 
 @pytest.fixture
@@ -50,22 +34,9 @@ def policy(monkeypatch):
     draw = toy.draw
     monkeypatch.setattr(toy, "draw", lambda *args: time.sleep(0.002) or draw(*args))
     with rlkit.connect("toy", seed=0) as policy:
-        train_on(policy, [rlkit.Datum.supervised([5, 6], [7, 8])], "cross_entropy").result()  # imports
+        policy.forward_backward([rlkit.Datum.supervised([5, 6], [7, 8])], "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()  # imports
         yield policy
-
-
-def train_on(policy, data, loss):
-    policy.forward_backward(data, loss)
-    return policy.optim_step(rlkit.Adam(learning_rate=0.05))
-
-
-def train(policy, groups):
-    """One optimizer step on these groups."""
-    data = []
-    for group in groups:
-        for t, a in zip(group.trajectories, grpo(group.rewards, scale="none") + 0.1, strict=True):
-            data += datums(t, a)
-    train_on(policy, data, "importance_sampling")
 
 
 def samples_of(groups):
@@ -74,34 +45,32 @@ def samples_of(groups):
 
 @pytest.mark.parametrize(("max_lag", "interval"), [(0, 1), (1, 1), (3, 1), (2, 2)])
 def test_no_token_is_too_old(policy, max_lag, interval):
-    """Batches go on under newer policies, in the order and with the seeds of snapshots; the bound holds for tokens."""
+    """Batches continue under newer policies, in the order and with the seeds of snapshots; tokens keep the bound."""
     first = policy.version
-    how = {"max_lag": max_lag, "interval": interval, "in_flight": True}
-    with async_rollouts(policy, TASKS, size=2, steps=8, plan=PLAN, **how) as batches:
+    with in_flight(policy, steps=8, max_lag=max_lag, interval=interval) as batches:
         for step, groups in enumerate(batches):
             now = policy.sampler().result().version
             assert now == first + step
             assert [group.step for group in groups] == [step] * 2
             lags = [now - sample.token_versions for sample in samples_of(groups)]
+            oldest = max(x.max() for x in lags)
             assert min(x.min() for x in lags) >= 0
-            assert max(x.max() for x in lags) <= max_lag + interval - 1
-            metrics = groups.metrics
-            assert metrics["sampler/lag/max"] == max(x.max() for x in lags)
-            assert metrics["sampler/lag"] == pytest.approx(np.concatenate(lags).mean())
-            assert metrics["sampler/mixed"] == pytest.approx(np.mean([np.ptp(x) > 0 for x in lags]))
+            assert oldest <= max_lag + interval - 1
+            assert groups.metrics["sampler/lag/max"] == oldest
+            assert groups.metrics["sampler/lag"] == pytest.approx(np.concatenate(lags).mean())
+            assert groups.metrics["sampler/mixed"] == pytest.approx(np.mean([np.ptp(x) > 0 for x in lags]))
             train(policy, groups)
 
 
-def test_long_episodes_go_on_under_newer_weights(policy):
-    """What is slow is waited for, and drawn to its end by the newest policy: nothing is given up, nothing too old."""
+def test_long_episodes_continue_under_newer_weights(policy):
+    """What is slow is waited for, and drawn to its end by the newest policy: nothing is dropped, nothing too old."""
 
-    class Slow(Talk):
+    class Slow(Counted):
         def step(self, action):
             time.sleep(0.05)
             return super().step(action)
 
-    tasks = Tasks(lambda i: Slow(), 6, name="slow")
-    with async_rollouts(policy, tasks, size=2, steps=5, max_lag=2, plan=PLAN, in_flight=True) as batches:
+    with in_flight(policy, Tasks(lambda i: Slow(), 6, name="slow"), steps=5, max_lag=2) as batches:
         for step, groups in enumerate(batches):
             assert len(samples_of(groups)) == 2 * 2 * 3
             versions = np.concatenate([sample.token_versions for sample in samples_of(groups)])
@@ -113,12 +82,8 @@ def test_long_episodes_go_on_under_newer_weights(policy):
 
 def test_awaited(policy):
     async def run():
-        found = []
-        async with async_rollouts(policy, TASKS, size=1, steps=4, max_lag=1, plan=PLAN, in_flight=True) as batches:
-            async for groups in batches:
-                train(policy, groups)
-                found.append(groups.metrics["sampler/lag/max"])
-        return found
+        async with in_flight(policy, size=1, steps=4, max_lag=1) as batches:
+            return [train(policy, groups).metrics["sampler/lag/max"] async for groups in batches]
 
     found = asyncio.run(run())
     assert len(found) == 4
@@ -129,13 +94,7 @@ def test_awaited(policy):
 def test_a_local_policy(tiny, tmp_path, recompute):
     """Of a LoRA that is trained meanwhile: every token is of its version, and ratios are to the one that drew it."""
     pytest.importorskip("peft")
-    params = SamplingParams(max_tokens=24, stop=())
-    how = {
-        "max_lag": 2,
-        "in_flight": True,
-        "recompute": recompute,
-        "plan": Plan(n=2, params=params, seed=5, max_turns=1),
-    }
+    plan = PLAN.with_options(params=SamplingParams(max_tokens=24, stop=()), max_turns=1)
     options = {"model": tiny("llama"), "lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "folder": tmp_path}
     with rlkit.connect("local", **options) as policy:
         with policy.live_sampler().result() as first:
@@ -144,7 +103,7 @@ def test_a_local_policy(tiny, tmp_path, recompute):
         decode = decoder.step
         decoder.step = lambda *args, **given: time.sleep(0.01) or decode(*args, **given)  # longer than training takes
         taken, mixed, seen = [], 0.0, []
-        with async_rollouts(policy, TASKS, size=3, steps=6, **how) as batches:
+        with in_flight(policy, size=3, steps=6, max_lag=2, recompute=recompute, plan=plan) as batches:
             for groups in batches:
                 mixed += groups.metrics["sampler/mixed"]
                 taken.append(policy.sampler())
@@ -175,13 +134,13 @@ def test_a_service_whose_requests_end_as_they_began(tmp_path):
     with FakeTinker(seed=0) as fake:
         where = {"base_url": fake.base_url, "api_key": fake.api_key, "deadline": 30.0, "folder": tmp_path}
         policy = rlkit.connect("tinker", model="toy", seed=0, **where)
-        with async_rollouts(policy, TASKS, size=1, steps=2, plan=PLAN, in_flight=True) as batches:
+        with in_flight(policy, size=1, steps=2) as batches:
             with pytest.raises(UnsupportedError, match="in_flight='requests'"):
                 next(batches)
             with pytest.raises(StopIteration):
                 next(batches)
         drawn = set()
-        with async_rollouts(policy, TASKS, size=2, steps=5, max_lag=1, plan=PLAN, in_flight="requests") as batches:
+        with in_flight(policy, steps=5, max_lag=1, in_flight="requests") as batches:
             for step, groups in enumerate(batches):
                 assert all(sample.versions is None for sample in samples_of(groups))
                 versions = {sample.version for sample in samples_of(groups)}
@@ -205,7 +164,7 @@ def test_an_update_that_fails(policy, monkeypatch):
         return live
 
     monkeypatch.setattr(type(policy), "live_sampler", failing)
-    with async_rollouts(policy, TASKS, size=1, plan=PLAN, in_flight=True) as batches:
+    with in_flight(policy, size=1) as batches:
         next(batches)
         with pytest.raises(BackendError, match="no weights"):
             next(batches)
@@ -213,11 +172,7 @@ def test_an_update_that_fails(policy, monkeypatch):
             next(batches)
 
 
-def test_bad_arguments(policy):
-    for wrong in ({"in_flight": 1}, {"in_flight": "tokens"}, {"recompute": True}, {"in_flight": True, "recompute": 2}):
-        with pytest.raises(ConfigError, match=r"in_flight|recompute"):
-            async_rollouts(policy, TASKS, size=1, **wrong)
-
+def test_a_policy_without_a_live_sampler(policy):
     class Frozen:
         def __getattr__(self, name):
             if name == "live_sampler":
@@ -227,11 +182,11 @@ def test_bad_arguments(policy):
         __enter__ = __exit__ = None
 
     with pytest.raises((UnsupportedError, ConfigError)):
-        async_rollouts(Frozen(), TASKS, size=1, in_flight=True)
+        in_flight(Frozen())
 
 
 def test_left_early(policy):
-    """In the middle of what runs: its environments are closed, and the policy goes on."""
-    with async_rollouts(policy, TASKS, size=4, max_lag=3, plan=PLAN, in_flight=True) as batches:
+    """In the middle of what runs: its environments are closed, and the policy continues."""
+    with in_flight(policy, size=4, max_lag=3) as batches:
         train(policy, next(batches))
     assert policy.sampler().result().sample([5], SamplingParams(max_tokens=2)).result()

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import traceback
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,9 @@ from rlkit import BackendError, BackendTimeout, ConfigError, EnvLost, MissingPac
 from rlkit.envs import StepResult, Task, Tasks
 from rlkit.rollouts import Plan, Ray, _ray, rollout, rollout_sync
 from tests.each import for_each
-from tests.rollouts.parts import RandomSampler
+from tests.rollouts.parts import RandomSampler, describe
 from tests.sockets import listening, open_to_others
+from tests.test_process import gone
 
 PARAMS = SamplingParams(max_tokens=4)
 MACHINE = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
@@ -125,25 +125,9 @@ def play(folder, act, *, index=0, **options):
     return rollout_sync(RandomSampler(), task, **{"n": 4} | on_ray() | options)
 
 
-def describe(groups):
-    return [
-        (a.env, a.index, a.seed, a.ended, a.messages, [(turn.reward, dict(turn.metrics)) for turn in a.turns])
-        for group in groups
-        for a in group.trajectories
-    ]
-
-
 def noted(folder, what):
     file = folder / what
     return [int(line) for line in file.read_text().split()] if file.exists() else []
-
-
-def alive(pid):
-    """Whether a process runs; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for(condition):
@@ -155,7 +139,7 @@ def wait_for(condition):
 
 def check_ended(folder):
     """No worker runs any more."""
-    wait_for(lambda: not any(alive(pid) for pid in noted(folder, "made") if pid != os.getpid()))
+    wait_for(lambda: all(gone(pid) for pid in noted(folder, "made") if pid != os.getpid()))
 
 
 @contextlib.contextmanager
@@ -218,7 +202,7 @@ def test_a_worker_that_was_restarted_knows_no_environment():
 
 
 def test_workers_that_do_not_start(caplog):
-    """The rollout goes on with the others, and says so; without any it ends. One that is there is preferred."""
+    """The rollout goes on with the others, and says so; without any it ends. A started one is preferred."""
 
     class Late(_ray._Worker):
         def expect(self):
@@ -298,20 +282,14 @@ class TestOnRay:
         "tasks, text, error",
         [
             (lambda f: [Task(lambda: Notes(f), "x"), make_locked(f)[0]], f"'locked': make: {LOCK}", ConfigError),
-            (lambda folder: iter(make_locked(folder)), f"'locked': make: {LOCK}", ConfigError),
-            (
-                lambda folder: Task(functools.partial(Notes, folder, index={"of": threading.Lock()}), "x"),
-                rf"'x': make: arguments\[1\]\['index'\]\['of'\]: {LOCK}",
-                ConfigError,
-            ),
-            (
-                lambda folder: Task(lambda: Notes(folder, act=hold_lock), "x"),
-                rf"'x': step: info\['lock'\]\['of'\]: {LOCK}",
-                BackendError,
-            ),
-            (lambda folder: Task(lambda: Tool(folder), "x"), rf"'x': tools\[0\]\['lock'\]: {LOCK}", BackendError),
+            (lambda f: iter(make_locked(f)), f"'locked': make: {LOCK}", ConfigError),
+            (lambda f: Task(functools.partial(Notes, f, index={"of": threading.Lock()}), "x"),
+             rf"'x': make: arguments\[1\]\['index'\]\['of'\]: {LOCK}", ConfigError),
+            (lambda f: Task(lambda: Notes(f, act=hold_lock), "x"),
+             rf"'x': step: info\['lock'\]\['of'\]: {LOCK}", BackendError),
+            (lambda f: Task(lambda: Tool(f), "x"), rf"'x': tools\[0\]\['lock'\]: {LOCK}", BackendError),
         ],
-    )
+    )  # fmt: skip
     def test_values_that_cannot_be_sent(self, tmp_path, tasks, text, error):
         """They are named: before anything is played, if they make an environment; else in the episode's failure."""
         with pytest.raises(error, match=text):
@@ -338,9 +316,8 @@ class TestOnRay:
     def test_harnesses_are_refused(self, tmp_path):
         """The first that is made ends the rollout: it is no failure of an episode."""
         tasks = [Task(lambda: Notes(tmp_path, act=wait), "waits"), Task(lambda: Plays(), "plays")]
-        with pytest.raises(
-            ConfigError, match=r"'plays': is a harness.*executor=\"threads\" \(a harness runs its agent"
-        ):
+        text = r"'plays': is a harness.*executor=\"threads\" \(a harness runs its agent"
+        with pytest.raises(ConfigError, match=text):
             rollout_sync(RandomSampler(), tasks, n=2, **on_ray())
         check_ended(tmp_path)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import math
+import random
+import sys
 import threading
 import time
 
@@ -13,57 +16,37 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import BackendError, BackendTimeout, ConfigError, EnvBusy, Future, SamplingParams
-from rlkit.envs import StepResult, Task, Tasks, TaskSettings
+from rlkit import BackendError, BackendTimeout, ConfigError, DataError, EnvBusy, Future
+from rlkit.envs import Task, Tasks, TaskSettings
 from rlkit.rollouts import Plan, _requests, rollout, rollout_sync, stream
 from tests.each import for_each
-from tests.rollouts.parts import Counted, CountedAsync, RandomSampler, all_closed, reset_counts
+from tests.rollouts.parts import (
+    PARAMS,
+    Counted,
+    CountedAsync,
+    Endless,
+    RandomSampler,
+    all_closed,
+    describe,
+    in_turn,
+    raising,
+    reset_counts,
+    run,
+    scripted,
+)
 from tests.without import printed
-
-PARAMS = SamplingParams(max_tokens=6)
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
     monkeypatch.setattr(_requests, "PAUSE", 0.01)
+    reset_counts()
 
 
-def run(tasks, sampler=None, **options):
-    options = {"n": 2, "params": PARAMS, **options}
-    return asyncio.run(rollout(sampler or RandomSampler(), tasks, **options))
-
-
-def same(one, two):
-    """Whether two lists of groups hold the same trajectories, bit for bit."""
-    pairs = list(zip(one, two, strict=True))
-    return all(
-        a.number == b.number
-        and len(a.trajectories) == len(b.trajectories)
-        and all(
-            len(s.turns) == len(t.turns)
-            and s.reward == t.reward
-            and s.seed == t.seed
-            and all(
-                np.array_equal(u.prompt, v.prompt)
-                and np.array_equal(u.tokens, v.tokens)
-                and np.array_equal(u.logprobs, v.logprobs)
-                for u, v in zip(s.turns, t.turns, strict=True)
-            )
-            for s, t in zip(a.trajectories, b.trajectories, strict=True)
-        )
-        for a, b in pairs
-    )
-
-
-class Endless(Counted):
-    turns = 10**9
-
-
-@pytest.mark.parametrize("env", [Counted, CountedAsync])
+@for_each("env", [Counted, CountedAsync])
 def test_groups_in_the_order_of_tasks(env):
     """A group per task, n members each, rewards as the environment gave them."""
-    tasks = Tasks(lambda i: env(), 5, name="counted")
-    groups = run(list(tasks), n=3)
+    groups = run(list(Tasks(lambda i: env(), 5, name="counted")), n=3)
     assert [(g.number, g.index, g.env, len(g.trajectories)) for g in groups] == [(i, i, "counted", 3) for i in range(5)]
     for group in groups:
         assert group.same_start
@@ -74,42 +57,33 @@ def test_groups_in_the_order_of_tasks(env):
     assert len({group.trajectories[0].seed for group in groups}) == 5
 
 
-def test_trained_tokens_are_the_sampled_ones():
-    """Every prompt is what was sent, and extends the turn before it."""
-    sampler = RandomSampler()
-    (group,) = run(Counted, sampler, n=4)
-    sent = {prompt.tobytes() for prompt, *_ in sampler.requests}
-    for t in group.trajectories:
-        for before, turn in itertools.pairwise(t.turns):
-            whole = np.concatenate([before.prompt, before.tokens])
-            assert np.array_equal(turn.prompt[: whole.size], whole)
-            assert turn.prompt.tobytes() in sent
-
-
 def test_the_first_turns_of_a_group_are_one_request():
-    """Its prompt is computed once; later turns are asked for alone. Member i has sample i."""
+    """Its prompt is computed once, and member i has sample i. Every later prompt extends the turn before, as sent."""
     sampler = RandomSampler()
     (group,) = run(Counted, sampler, n=4)
     assert sorted(n for _, _, n, _ in sampler.requests) == [1] * 8 + [4]
     prompt, params, n, seed = next(request for request in sampler.requests if request[2] == 4)
-    again = RandomSampler().sample(prompt, params, n=n, seed=seed).result()
-    assert all(np.array_equal(t.turns[0].tokens, s.tokens) for t, s in zip(group.trajectories, again, strict=True))
+    samples = RandomSampler().sample(prompt, params, n=n, seed=seed).result()
+    assert all(np.array_equal(t.turns[0].tokens, s.tokens) for t, s in zip(group.trajectories, samples, strict=True))
     seeds = [seed for *_, seed in sampler.requests]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+    sent = {prompt.tobytes() for prompt, *_ in sampler.requests}
+    for before, turn in (pair for t in group.trajectories for pair in itertools.pairwise(t.turns)):
+        whole = np.concatenate([before.prompt, before.tokens])
+        assert np.array_equal(turn.prompt[: whole.size], whole)
+        assert turn.prompt.tobytes() in sent
     alone = RandomSampler()
     run(Counted, alone, n=4, shared_start=False)
     assert [n for _, _, n, _ in alone.requests] == [1] * 12
-
-
-class OwnStart(Counted):
-    """Begins otherwise each time it is made."""
-
-    def reset(self, seed):
-        return f"Begin {Counted.made} {id(self)}"
+    assert describe(run(n=1)) == describe(run(n=1, shared_start=False))
 
 
 def test_members_that_begin_otherwise_ask_for_themselves():
+    class OwnStart(Counted):
+        def reset(self, seed):
+            return f"Begin {Counted.made} {id(self)}"
+
     sampler = RandomSampler()
     groups = run(OwnStart, sampler, n=3)
     assert len(groups[0].trajectories) == 3
@@ -127,93 +101,74 @@ class Slow(CountedAsync):
 
 
 def test_the_same_seed_gives_the_same_episodes_whatever_arrives_first():
-    """Concurrency and timing change nothing; another seed, step or plan seed does."""
-    reset_counts()
+    """Concurrency and timing change nothing; another step or seed of the plan does."""
     tasks = [Counted, CountedAsync, Slow] * 4
-    first = run(tasks, n=3, concurrency=1, seed=7, step=3)
-    assert same(first, run(tasks, n=3, concurrency=36, seed=7, step=3))
-    assert same(first, run(tasks, n=3, concurrency=5, seed=7, step=3))
-    assert not same(first, run(tasks, n=3, seed=7, step=4))
-    assert not same(first, run(tasks, n=3, seed=8, step=3))
-    assert same(first[:2], run(tasks[:2], n=3, seed=7, step=3))
+    first = describe(run(tasks, n=3, concurrency=1, seed=7, step=3))
+    for concurrency in (36, 5):
+        assert describe(run(tasks, n=3, concurrency=concurrency, seed=7, step=3)) == first
+    for other in ({"seed": 7, "step": 4}, {"seed": 8, "step": 3}):
+        groups = describe(run(tasks, n=3, **other))
+        assert len(groups) == len(first)
+        assert groups != first
+    assert describe(run(tasks[:2], n=3, seed=7, step=3)) == first[:6]
 
 
 def test_a_task_may_have_its_own_seed_and_settings():
-    own = TaskSettings(
+    settings = TaskSettings(
         n=3, temperature=0.5, max_tokens=2, max_turns=1, reduction="last", nonterminal_override=-5.0, deadline=9.0
     )
+    plan = Plan(max_tokens=4, temperature=0.7)
     sampler = RandomSampler()
-    groups = run([Task(Counted, "a", seed=123, settings=own), Task(Counted, "b")], sampler, n=2)
-    a, b = groups
+    a, b = run([Task(Counted, "a", seed=123, settings=settings), Task(Counted, "b")], sampler, plan=plan)
     assert [len(a.trajectories), len(b.trajectories)] == [3, 2]
     assert {t.seed for t in a.trajectories} == {123}
+    assert {(params.max_tokens, params.temperature) for _, params, *_ in sampler.requests} == {(2, 0.5), (4, 0.7)}
     assert {t.turns[0].sample.temperature for t in a.trajectories} == {0.5}
-    assert all(t.turns[0].tokens.size <= 2 for t in a.trajectories)
     assert {(len(t.turns), t.ended, t.reward) for t in a.trajectories} == {(1, "max_turns", -5.0)}
     assert {len(t.turns) for t in b.trajectories} == {3}
 
 
-def test_min_n_is_never_more_than_n():
-    """A task with a smaller group is kept whole; a task's own min_n stands above the plan's."""
-    tasks = [Task(Counted, "one", settings=TaskSettings(n=1)), Task(Counted, "two")]
-    assert [len(group) for group in run(tasks, n=4, min_n=4)] == [1, 4]
-    failing = Task(Flaking, "flaking", settings=TaskSettings(min_n=1))
-    assert len(run([Counted, failing], n=2, min_n=2, concurrency=1)[1].failures) == 1
+def test_settings_over_plans_over_params():
+    """The settings of a task come before those of the plan, which come before ``params``; ``min_n`` is at most n."""
+    plan = Plan(n=4, min_n=4, params=PARAMS, max_tokens=3, temperature=0.5, max_turns=7, nonterminal_reward=1.0)
+    assert plan.turn_params == attrs.evolve(PARAMS, max_tokens=3, temperature=0.5)
+    assert Plan(params=PARAMS, temperature=0.0).turn_params == attrs.evolve(PARAMS, temperature=0.0)
+    merged = TaskSettings(n=2, max_tokens=2, nonterminal_override=-1.0).over(plan)
+    other_end = {"nonterminal_reward": None, "nonterminal_override": -1.0}
+    assert merged == plan.with_options(n=2, min_n=2, max_tokens=2, **other_end)
+    assert TaskSettings(n=4, min_n=4, max_tokens=3, nonterminal_reward=1.0).over(merged) == plan
 
 
-class Flaking(Counted):
-    """The second one of a group fails."""
-
-    made_here = 0
-
-    def reset(self, seed):
-        Flaking.made_here += 1
-        if Flaking.made_here % 2 == 0:
-            raise OSError("gone")
-        return super().reset(seed)
+def test_a_task_s_min_n_counts():
+    tasks = [Counted, Task(in_turn(Counted, raising(OSError(), "reset")), settings=TaskSettings(min_n=1))]
+    assert len(run(tasks, n=2, min_n=2)[1].failures) == 1
 
 
-def test_turns_are_limited():
-    (group,) = run(Endless, max_turns=4)
-    assert {(len(t.turns), t.ended, t.truncated, t.terminated) for t in group.trajectories} == {
-        (4, "max_turns", True, False)
-    }
+def longest(trajectory):
+    return max(turn.prompt.size + turn.tokens.size for turn in trajectory.turns)
 
 
-def test_tokens_are_limited():
-    """The policy's own tokens are exactly the budget; the last turn was sampled with what was left of it."""
-    sampler = RandomSampler()
-    (group,) = run(Endless, sampler, max_total_tokens=20, max_turns=1000)
-    assert {(t.token_count, t.ended) for t in group.trajectories} == {(20, "max_total_tokens")}
-    assert all(1 <= params.max_tokens <= 6 for _, params, *_ in sampler.requests)
-
-
-@pytest.mark.parametrize("options", [{}, {"max_length": 120}])
-def test_the_context_is_limited(options):
-    """No prompt and action is longer; an episode whose next prompt leaves no room is truncated."""
-    sampler = RandomSampler(max_length=200)
-    groups = run(Endless, sampler, max_turns=1000, **options)
-    limit = options.get("max_length", 200)
-    for t in groups[0].trajectories:
-        assert t.ended == "context"
-        assert t.turns
-        assert max(turn.prompt.size + turn.tokens.size for turn in t.turns) <= limit
-    assert all(prompt.size + params.max_tokens <= limit for prompt, params, *_ in sampler.requests)
-    assert groups.metrics["env/Endless/truncated/context"] == 2
-    with pytest.raises(BackendError, match="2 context in chat; .* the first prompt, of .* leaves no room in"):
-        run(Endless, RandomSampler(max_length=4))
-
-
-class TruncatesItself(Counted):
-    def step(self, action):
-        return StepResult("no more", 0.5, truncated=True)
-
-
-def test_the_environments_own_truncation():
-    (group,) = run(TruncatesItself)
-    assert {(t.ended, t.truncated, t.reward, t.messages[-1]["content"]) for t in group.trajectories} == {
-        ("truncated", True, 0.5, "no more")
-    }
+@for_each(
+    ("env", "options", "ended", "check"),
+    [
+        (Endless, {"max_turns": 4}, "max_turns", lambda t: len(t.turns) == 4),
+        (Endless, {"max_total_tokens": 20, "max_turns": 1000}, "max_total_tokens", lambda t: t.token_count == 20),
+        (Endless, {"max_turns": 1000}, "context", lambda t: longest(t) <= 200),
+        (Endless, {"max_turns": 1000, "max_length": 120}, "context", lambda t: longest(t) <= 120),
+        (scripted({"observation": "no more", "reward": 0.5, "truncated": True, "terminated": False}), {}, "truncated",
+         lambda t: (t.reward, t.messages[-1]["content"]) == (0.5, "no more")),
+    ],
+)  # fmt: skip
+def test_limits(env, options, ended, check):
+    """No request asks for more than is left, and what was played until then is kept."""
+    sampler = RandomSampler(max_length=200 if ended == "context" else 4096)
+    groups = run(env, sampler, **options)
+    assert [(t.ended, t.truncated, t.terminated) for t in groups[0].trajectories] == [(ended, True, False)] * 2
+    assert all(check(t) for t in groups[0].trajectories)
+    assert groups.metrics[f"env/{env.__name__}/truncated/{ended}"] == 2
+    room = options.get("max_length", sampler.max_length)
+    for prompt, params, *_ in sampler.requests:
+        assert 1 <= params.max_tokens <= min(6, room - prompt.size)
 
 
 class Slowing(CountedAsync):
@@ -237,105 +192,76 @@ def test_the_deadline_truncates():
 
 class Informed(Counted):
     def step(self, action):
-        result = super().step(action)
-        info = {"success": True, "text": "x", "score": np.float32(0.5), "nan": float("nan"), "huge": 10**400}
-        return rlkit.envs.StepResult(result.observation, result.reward, result.terminated, info=info)
+        info = {"success": np.True_, "text": "x", "score": np.float32(0.5), "nan": float("nan"), "huge": 10**400}
+        return attrs.evolve(super().step(action), info=info)
 
 
 def test_metrics():
     sampler = RandomSampler(version=5)
     groups = run(Informed, sampler, n=4, tags={"split": "train"})
-    metrics = groups.metrics
-    trajectories = groups[0].trajectories
-    assert metrics["env/Informed/episodes"] == metrics["env/Informed/terminated"] == 4
-    assert metrics["env/Informed/groups"] == 1
-    assert metrics["env/Informed/turns"] == 3
-    assert metrics["env/Informed/rewritten"] == 0
-    assert metrics["env/Informed/reward"] == np.mean([t.reward for t in trajectories])
-    assert metrics["env/Informed/tokens"] == np.mean([t.token_count for t in trajectories])
-    assert metrics["env/Informed/info/success"] == 1
-    assert metrics["env/Informed/info/score"] == 0.5
-    assert "env/Informed/info/text" not in metrics
-    assert "env/Informed/info/huge" not in metrics
-    assert metrics["sampler/requests"] == len(sampler.requests)
-    assert metrics["sampler/tokens"] == sum(t.token_count for t in trajectories)
-    assert metrics["sampler/version"] == 5
+    metrics, trajectories = groups.metrics, groups[0].trajectories
+    rewards = [t.reward for t in trajectories]
+    expected = {
+        "env/Informed/episodes": 4,
+        "env/Informed/terminated": 4,
+        "env/Informed/groups": 1,
+        "env/Informed/turns": 3,
+        "env/Informed/rewritten": 0,
+        "env/Informed/reward": np.mean(rewards),
+        "env/Informed/reward/min": min(rewards),
+        "env/Informed/reward/max": max(rewards),
+        "env/Informed/reward/std": pytest.approx(np.std(rewards, ddof=1)),
+        "env/Informed/tokens": np.mean([t.token_count for t in trajectories]),
+        "env/Informed/info/success": 1,
+        "env/Informed/info/score": 0.5,
+        "sampler/requests": len(sampler.requests),
+        "sampler/tokens": sum(t.token_count for t in trajectories),
+        "sampler/version": 5,
+    }
+    assert {name: metrics.get(name) for name in expected} == expected
+    both = (groups + groups).metrics
+    assert (both["env/Informed/episodes"], both["env/Informed/turns"]) == (8, 3)
+    assert both["env/Informed/reward/max"] == max(rewards)
+    assert groups + [groups[0]] == [*groups, groups[0]]  # noqa: RUF005  # a list without metrics
+    assert not {f"env/Informed/info/{name}" for name in ("text", "nan", "huge")} & metrics.keys()
     assert all(isinstance(value, float) for value in metrics.values())
-    assert {"time/env", "time/sampler", "time/rollout", "time/close"} <= metrics.keys()
+    assert all(0 <= metrics[f"time/{name}"] < 600 for name in ("env", "sampler", "rollout", "close"))
     assert all(t.tags == {"split": "train"} and t.version == 5 for t in trajectories)
 
 
-class Busy(Counted):
-    """Has no room the first two times."""
-
-    tries = 0
-
-    def reset(self, seed):
-        Busy.tries += 1
-        if Busy.tries <= 2:
-            raise EnvBusy("no room")
-        return super().reset(seed)
+Busy = raising(EnvBusy("no room"), "reset")
 
 
-class Dropped(Counted):
-    """Its connection breaks once, in the second step."""
-
-    tries = 0
-
-    def step(self, action):
-        if self.steps == 1:
-            Dropped.tries += 1
-            if Dropped.tries == 1:
-                raise ConnectionResetError("gone")
-        return super().step(action)
-
-
-@pytest.mark.parametrize("env", [Busy, Dropped])
-def test_listed_exceptions_are_tried_again(env):
+@for_each("failing", [[Busy, Busy], [raising(ConnectionResetError("gone"))]])
+def test_listed_exceptions_are_tried_again(failing):
     """A new environment, the same seeds: the episode is as if nothing had happened."""
-    env.tries = 0
     reset_counts()
-    groups = run(env, n=1, min_n=1)
-    assert groups.metrics[f"env/{env.__name__}/retried"] == env.tries - 1 > 0
-    assert groups.metrics[f"env/{env.__name__}/failed"] == 0
-    assert Counted.made == Counted.closed == env.tries
-    assert same(groups, run(Counted, n=1, min_n=1))
+    groups = run(in_turn(*failing, Counted), n=1)
+    assert groups.metrics["env/env/retried"] == len(failing)
+    assert groups.metrics["env/env/failed"] == 0
+    assert Counted.made == Counted.closed == len(failing) + 1
+    assert describe(groups) == describe(run(n=1))
 
 
-@pytest.mark.parametrize("options", [{"attempts": 1}, {"attempts": 2}, {"retry": ()}, {"retry": (OSError,)}])
+@for_each("options", [{"attempts": 1}, {"attempts": 2}, {"retry": ()}, {"retry": (OSError,)}])
 def test_other_exceptions_are_not(options):
-    Busy.tries = 0
+    reset_counts()
     with pytest.raises(BackendError, match="1 EnvBusy in reset"):
-        run(Busy, n=1, min_n=1, **options)
-    assert Busy.tries == (2 if options == {"attempts": 2} else 1)
-
-
-def test_a_sampler_that_recovers():
-    """Requests that fail with a listed exception are sent again; nothing is lost."""
-
-    class Hiccups(RandomSampler):
-        failures = 3
-
-        def sample(self, *args, **kwargs):
-            if self.failures:
-                self.failures -= 1
-                raise ConnectionRefusedError("not yet")
-            return super().sample(*args, **kwargs)
-
-    groups = run([Counted] * 2, Hiccups(), n=2, attempts=5)
-    assert same(groups, run([Counted] * 2, n=2))
-    assert groups.metrics["sampler/errors"] == 3
+        run(in_turn(Busy, Busy, Counted), n=1, **options)
+    assert Counted.made == options.get("attempts", 1)
 
 
 class Dead(RandomSampler):
-    """Refuses every request, in the call or later."""
+    """Refuses requests, in the call or later; the first ones, if ``times`` is given."""
 
-    def __init__(self, error, later=False):
+    def __init__(self, error, later=False, times=math.inf):
         super().__init__()
-        self.error, self.later = error, later
+        self.error, self.later, self.times = error, later, times
 
     def sample(self, prompt, params, *, n=1, seed=None):
-        self.requests.append(n)
+        if len(self.requests) >= self.times:
+            return super().sample(prompt, params, n=n, seed=seed)
+        self.requests.append((prompt, params, n, seed))
         if not self.later:
             raise self.error
         failed = concurrent.futures.Future()
@@ -343,12 +269,19 @@ class Dead(RandomSampler):
         return Future.wrap(failed)
 
 
-@pytest.mark.parametrize("later", [False, True])
+def test_a_sampler_that_recovers():
+    """Requests that fail with a listed exception are sent again; nothing is lost."""
+    groups = run([Counted] * 2, Dead(ConnectionRefusedError("not yet"), times=3), attempts=5)
+    assert describe(groups) == describe(run([Counted] * 2))
+    assert groups.metrics["sampler/errors"] == groups.metrics["sampler/retried"] == 3
+
+
+@for_each("later", [False, True])
 def test_a_dead_sampler_is_a_typed_error(later):
     """After the attempts of the first request that has used them up; every environment is closed."""
     reset_counts()
-    dead = Dead(ConnectionRefusedError("nobody there"), later)
-    with pytest.raises(BackendError, match="the sampler failed: ConnectionRefusedError: nobody there") as caught:
+    dead = Dead(ConnectionRefusedError("refused"), later)
+    with pytest.raises(BackendError, match="the sampler failed: ConnectionRefusedError: refused") as caught:
         run([Counted] * 32, dead, n=8)
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
     assert len(dead.requests) <= 3 * 32  # a group's first turns are one request
@@ -356,51 +289,55 @@ def test_a_dead_sampler_is_a_typed_error(later):
     assert all_closed()
 
 
-@pytest.mark.parametrize("error", [BackendError("broken"), rlkit.UnsupportedError("not here"), ConfigError("params")])
+@for_each("error", [BackendError("broken"), rlkit.UnsupportedError("not here"), ConfigError("params")])
 def test_an_error_of_rlkit_passes_as_it_is(error):
-    dead = Dead(error)
     with pytest.raises(type(error)) as caught:
-        run([Counted] * 4, dead, n=2)
+        run([Counted] * 4, Dead(error))
     assert caught.value is error
 
 
-def test_an_answer_that_is_not_for_the_prompt():
-    class Wrong(RandomSampler):
-        def sample(self, prompt, params, *, n=1, seed=None):
-            return super().sample([1, 2], params, n=n, seed=seed)
+def test_a_prompt_that_cannot_be_sampled_is_a_failure_of_its_episode():
+    with pytest.raises(BackendError, match="2 context in chat; .* the first prompt, of .* leaves no room in"):
+        run(Endless, RandomSampler(max_length=4))
+    with pytest.raises(BackendError, match="2 DataError in sampler; the first error: no such token") as caught:
+        run(Counted, Dead(DataError("no such token")))
+    assert type(caught.value) is BackendError
 
-    with pytest.raises(BackendError, match="did not return 2 completion"):
-        run(Counted, Wrong())
+
+def replace(**values):
+    return lambda samples: [attrs.evolve(sample, **values) for sample in samples]
 
 
-@for_each(("name", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.5), ("version", 7)])
-def test_an_answer_that_was_drawn_otherwise(name, value):
+def make_newer(samples):
+    return [attrs.evolve(s, versions=s.version + np.arange(len(s.tokens)) * 7) for s in samples]
+
+
+@for_each(
+    ("change", "message"),
+    [
+        (replace(prompt=[1, 2]), "did not return 2 completion"),
+        (lambda samples: samples[:1], "did not return 2 completion"),
+        (replace(temperature=0.5), "a sample of the sampler: has temperature=0.5; expected"),
+        (replace(top_k=3), "has top_k=3; expected"),
+        (replace(top_p=0.5), "has top_p=0.5; expected"),
+        (replace(min_p=0.5), "has min_p=0.5; expected"),
+        (replace(version=7), r"has version=7; expected 0 \(as"),
+        (make_newer, r"has version=[1-9]\d*; expected 0 \(as"),  # the one that is too new, not the one it began with
+    ],
+)
+def test_wrong_answers_of_a_sampler(change, message):
     """Losses and corrections believe what a sample says of itself, so it has to say what was asked for."""
 
     class Careless(RandomSampler):
         def sample(self, *args, **kwargs):
-            return Future.of([attrs.evolve(s, **{name: value}) for s in super().sample(*args, **kwargs).result()])
+            return Future.of(change(super().sample(*args, **kwargs).result()))
 
-    with pytest.raises(BackendError, match=f"a sample of the sampler: has {name}={value}; expected"):
+    with pytest.raises(BackendError, match=message):
         run(Counted, Careless())
 
 
-def test_an_answer_with_a_token_of_another_version():
-    """The error names the version that is too new, not the one with which the sample began."""
-
-    class Ahead(RandomSampler):
-        def sample(self, *args, **kwargs):
-            drawn = super().sample(*args, **kwargs).result()
-            return Future.of([attrs.evolve(s, versions=s.version + np.arange(len(s.tokens)) * 7) for s in drawn])
-
-    with pytest.raises(BackendError, match=r"a sample of the sampler: has version=\d+; expected 0") as caught:
-        run(Counted, Ahead())
-    assert "version=0" not in str(caught.value)
-
-
 def test_a_sampler_that_never_answers():
-    """The rollout ends when the first episode's deadline does, however many wait behind it."""
-    reset_counts()
+    """The rollout ends when the first episode's deadline does, however many wait."""
     never = concurrent.futures.Future()
     with pytest.raises(BackendTimeout, match="answered no request"):
         run([Counted] * 50, RandomSampler(wait=never), concurrency=2, deadline=2.0)
@@ -424,21 +361,17 @@ def test_samples_are_in_flight_together():
 
 
 def test_no_more_than_concurrency_at_once():
+    peaks = []
+
     class Peak(CountedAsync):
-        now = most = 0
-
-        async def reset(self, seed):
-            Peak.now += 1
-            Peak.most = max(Peak.most, Peak.now)
+        async def step(self, action):
             await asyncio.sleep(0.002)
-            return "Begin"
-
-        async def close(self):
-            Peak.now -= 1
+            peaks.append(Counted.made - Counted.closed)
+            return Counted.step(self, action)
 
     run([Peak] * 8, n=3, concurrency=5)
-    assert Peak.most == 5
-    assert Peak.now == 0
+    assert max(peaks) == 5
+    assert all_closed()
 
 
 def test_stream_yields_groups_as_they_are_complete():
@@ -450,16 +383,14 @@ def test_stream_yields_groups_as_they_are_complete():
             release.wait(30)
             return super().step(action)
 
-    read = []
+    read, seen = [], []
 
     def endless():
         for i in itertools.count():
             read.append(i)
-            yield Task(Waits if i == 0 else Counted, "waits" if i == 0 else "counted")
+            yield Task(Counted if i else Waits, "counted" if i else "waits")
 
     async def main():
-        reset_counts()
-        seen = []
         async with stream(RandomSampler(), endless(), n=2, params=PARAMS, concurrency=4) as groups:
             async for group in groups:
                 seen.append(group.number)
@@ -468,9 +399,8 @@ def test_stream_yields_groups_as_they_are_complete():
                 if 0 in seen:
                     break
             assert groups.metrics["env/counted/groups"] >= 5
-        return seen
 
-    seen = asyncio.run(main())
+    asyncio.run(main())
     assert 0 not in seen[:5]
     assert all_closed()
     assert len(read) < len(seen) + 20
@@ -478,7 +408,6 @@ def test_stream_yields_groups_as_they_are_complete():
 
 def test_leaving_a_stream_closes_everything():
     """By break alone, too: the loop closes the generator."""
-    reset_counts()
 
     async def main():
         async for _ in stream(RandomSampler(), [Endless] * 20, n=2, params=PARAMS, max_turns=50, concurrency=8):
@@ -489,13 +418,17 @@ def test_leaving_a_stream_closes_everything():
     assert all_closed()
 
 
-@pytest.mark.parametrize("after", [0, 0.005, 0.02, 0.05])
-def test_cancellation_closes_everything(after):
+@for_each(("after", "wait"), [(0, None), (0.005, None), (0.02, None), (0.05, None), (0, concurrent.futures.Future())])
+def test_cancellation_closes_everything(after, wait):
+    """Before, between and during requests."""
     reset_counts()
+    sampler = RandomSampler(wait=wait)
 
     async def main():
-        task = asyncio.create_task(rollout(RandomSampler(), [Endless, Slowing] * 10, n=2, params=PARAMS, max_turns=500))
+        task = asyncio.create_task(rollout(sampler, [Endless, Slowing] * 10, n=2, params=PARAMS, max_turns=500))
         await asyncio.sleep(after)
+        while wait is not None and not sampler.requests:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -507,7 +440,6 @@ def test_cancellation_closes_everything(after):
 
 def test_a_share_is_enough():
     """Stragglers are given up, closed and counted; the group is kept with those that ended."""
-    reset_counts()
     never = threading.Event()
 
     class Straggler(Counted):
@@ -534,48 +466,41 @@ def test_a_share_is_enough():
 def test_synchronous_inside_of_a_running_loop():
     """As in a notebook, and the same as awaited."""
 
-    async def notebook():
-        return rollout_sync(RandomSampler(), [Counted] * 3, n=2, params=PARAMS)
+    def play():
+        return describe(rollout_sync(RandomSampler(), [Counted] * 3, n=2, params=PARAMS))
 
-    assert same(asyncio.run(notebook()), run([Counted] * 3))
-    assert same(rollout_sync(RandomSampler(), [Counted] * 3, n=2, params=PARAMS), run([Counted] * 3))
+    async def notebook():
+        return play()
+
+    assert asyncio.run(notebook()) == play() == describe(run([Counted] * 3))
     with pytest.raises(BackendError, match="broken"):
         rollout_sync(Dead(BackendError("broken")), Counted)
 
 
-class Lingering(Counted):
-    """All but the first take a while to make, or to close."""
-
-    lingers_in = ""
-    numbers = itertools.count()
-
-    def __init__(self):
-        self.number = next(self.numbers)
-        self.linger("make")
-        super().__init__()
-
-    def linger(self, where):
-        if self.lingers_in == where:
-            time.sleep(0.1 * self.number)
-
-    def close(self):
-        self.linger("close")
-        super().close()
-
-
-@pytest.mark.parametrize("slow", ["make", "close"])
-def test_what_is_given_up_is_closed_before_the_rollout_ends(monkeypatch, slow):
+@for_each("slow", ["make", "close"])
+def test_what_is_given_up_is_closed_before_the_rollout_ends(slow):
     """Environments that are being made, or closed, when enough episodes have ended; others end meanwhile."""
     reset_counts()
-    monkeypatch.setattr(Lingering, "lingers_in", slow)
-    monkeypatch.setattr(Lingering, "numbers", itertools.count())
+    numbers = itertools.count()
+
+    class Lingering(Counted):
+        """All but the first take a while to make, or to close."""
+
+        def __init__(self):
+            self.number = next(numbers)
+            time.sleep(0.1 * self.number if slow == "make" else 0)
+            super().__init__()
+
+        def close(self):
+            time.sleep(0.1 * self.number if slow == "close" else 0)
+            super().close()
+
     run(Lingering, n=6, share=0.3, min_n=1, concurrency=6)
     assert Counted.made == Counted.closed > 2
 
 
 def test_an_interrupt_ends_a_synchronous_rollout(monkeypatch):
-    """KeyboardInterrupt in the waiting thread: environments are closed before it goes on."""
-    reset_counts()
+    """KeyboardInterrupt in the waiting thread: environments are closed before it is raised."""
     join = threading.Thread.join
     interrupted = []
 
@@ -594,51 +519,33 @@ def test_an_interrupt_ends_a_synchronous_rollout(monkeypatch):
     assert not interrupted[0].is_alive()
 
 
-def test_on_the_toy_backend():
-    pytest.importorskip("torch")
-    with rlkit.connect("toy", seed=0) as policy:
-        sampler = policy.sampler().result()
-        one, two = [run([Counted] * 2, sampler, n=3, seed=1) for _ in range(2)]
-    assert same(one, two)
-
-
 def test_global_random_state_is_left_alone():
-    import random
+    def read_states():
+        return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    Busy.tries = 0
-    run(Busy, n=1, min_n=1)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    before = read_states()
+    run(in_turn(Busy, Counted), n=1)
+    assert read_states() == before
+
+
+BAD = {
+    "n": [0], "attempts": [0], "max_length": [1], "seed": [-1, None], "share": [0.0, 1.5], "call_timeout": [-1.0],
+    "deadline": [0, math.inf], "nonterminal_reward": [math.nan], "reduction": ["median"], "progress": ["yes"],
+    "retry": ["OSError", (BaseException,)], "params": [{"max_tokens": 3}], "chat": ["chat"], "tags": [{"a": []}],
+}  # fmt: skip
 
 
 @for_each(
     ("options", "message"),
     [
+        *(({name: value}, rf"Plan\.{name}") for name, values in BAD.items() for value in values),
+        ({"retry": (OSError, BaseException)}, r"Plan\.retry\[1\]"),
+        ({"n": 2, "min_n": 3}, r"Plan\.min_n"),
+        ({"nonterminal_reward": 1.0, "nonterminal_override": 1.0}, r"Plan\.nonterminal_reward.*only one of the two"),
+        ({"step": -1}, "step"),
+        ({"plan": {"n": 3}}, "plan"),
         ({"m": 3}, "no option 'm'. There are: min_n, temperature"),
         ({"deadlin": 3}, "did you mean 'deadline'"),
-        ({"n": 0}, r"Plan\.n"),
-        ({"n": 2, "min_n": 3}, r"Plan\.min_n"),
-        ({"deadline": 0}, r"Plan\.deadline"),
-        ({"deadline": float("inf")}, r"Plan\.deadline"),
-        ({"call_timeout": -1.0}, r"Plan\.call_timeout"),
-        ({"share": 0.0}, r"Plan\.share"),
-        ({"share": 1.5}, r"Plan\.share"),
-        ({"retry": "OSError"}, r"Plan\.retry"),
-        ({"retry": (BaseException,)}, r"Plan\.retry\[0\]"),
-        ({"attempts": 0}, r"Plan\.attempts"),
-        ({"params": {"max_tokens": 3}}, r"Plan\.params"),
-        ({"reduction": "median"}, "reduction"),
-        ({"nonterminal_reward": float("nan")}, "nonterminal_reward"),
-        ({"seed": -1}, r"Plan\.seed"),
-        ({"seed": None}, r"Plan\.seed"),
-        ({"step": -1}, "step"),
-        ({"max_length": 1}, r"Plan\.max_length"),
-        ({"progress": "yes"}, r"Plan\.progress"),
-        ({"plan": {"n": 3}}, "plan"),
-        ({"chat": "chat"}, r"Plan\.chat"),
-        ({"tags": {"a": []}}, r"Plan\.tags"),
     ],
 )
 def test_bad_options(options, message):
@@ -646,22 +553,19 @@ def test_bad_options(options, message):
         stream(RandomSampler(), Counted, **options)
 
 
-@for_each("tasks", ["Counted", 3, None, [], [3], {"a": Counted}, b"x"])
+@for_each("tasks", ["Counted", 3, None, [], [3], {"a": Counted}, b"x", type("Endless", (), {"batch": None})()])
 def test_bad_tasks(tasks):
-    reset_counts()
-    with pytest.raises(ConfigError, match="tasks"):
+    message = r"tasks\.batch\(step, size\)" if hasattr(tasks, "batch") else "tasks"
+    with pytest.raises(ConfigError, match=message):
         stream(RandomSampler(), tasks)
     assert Counted.made == 0
 
 
-def test_a_source_without_an_end_is_refused():
-    class Source:
-        def at(self, position, *, seed=0): ...
-
-        def batch(self, step, size, *, seed=0): ...
-
-    with pytest.raises(ConfigError, match=r"tasks\.batch\(step, size\)"):
-        stream(RandomSampler(), Source())
+def test_a_bad_task_in_an_iterator():
+    """It is found when it is read, and everything is closed."""
+    with pytest.raises(ConfigError, match=r"tasks\[1\]"):
+        run(iter([Counted, 3]))
+    assert all_closed()
 
 
 def test_a_policy_is_no_sampler():
@@ -673,46 +577,28 @@ def test_a_policy_is_no_sampler():
         stream(policy, Counted)
 
 
-def test_a_bad_task_in_an_iterator():
-    """It is found when it is read, and everything is closed."""
-    reset_counts()
-    with pytest.raises(ConfigError, match=r"tasks\[1\]"):
-        run(iter([Counted, 3]))
-    assert all_closed()
-
-
-def test_plans_are_kept():
-    plan = Plan(n=3, params=PARAMS)
-    assert plan.with_options(n=4).n == 4
-    assert len(asyncio.run(rollout(RandomSampler(), Counted, plan=plan))[0]) == 3
-
-
-def test_progress_is_shown_when_asked_for(capsys):
+def test_progress_is_shown_when_asked_for(capsys, monkeypatch):
+    """On stderr where that is a terminal, and nowhere else."""
     pytest.importorskip("rich")
     run(Counted, progress=True)
-    run(Counted)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run(Counted, progress=False)
+    assert capsys.readouterr() == ("", "")
+    run(in_turn(Counted, raising(OSError(), "reset")), n=2, min_n=1, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "episodes" in err
 
 
-class Asks(Counted):
-    """Says in ``info`` what would have been right."""
-
-    turns = 2
-    told = "7"
-
-    def step(self, action):
-        result = super().step(action)
-        return StepResult(result.observation, 1.0, result.terminated, info={"answer": self.told, "score": 1.0})
-
-
-@for_each(("told", "kept"), [("7", "7"), (7, 7), (7.5, 7.5), ("7" * 9999, "7" * 500), ([7], None)])
-def test_the_right_answer_is_a_tag(told, kept):
+@for_each(("said", "kept"), [("7", "7"), (7, 7), (7.5, 7.5), ("7" * 9999, "7" * 500), ([7], None)])
+def test_the_right_answer_is_a_tag(said, kept):
     """What an environment gives as info["answer"], if text or a number, shortened; a tag of the plan's own stays."""
-    kind = type("Asks", (Asks,), {"told": told})
-    (group,) = run(kind, n=2, tags={"kind": "x"})
+    step = {"reward": 1.0, "info": {"answer": said, "score": 1.0}}
+    (group,) = run(scripted(step, step), tags={"kind": "x"})
     tags = {"kind": "x"} if kept is None else {"kind": "x", "answer": kept}
     assert [dict(trajectory.tags) for trajectory in group.trajectories] == [tags, tags]
-    (group,) = run(kind, n=2, tags={"answer": "own"})
+    (group,) = run(scripted(step, step), tags={"answer": "own"})
     assert group.trajectories[0].tags["answer"] == "own"
 
 
