@@ -320,6 +320,10 @@ class Chat:
         _check.require(system is None or isinstance(system, str), "Chat.system", system, "a string or None")
         _check.require(isinstance(prefill, str), "Chat.prefill", prefill, "a string")
         _check.choice("Chat.history", self.history, ("template", "append", "none"))
+        if self.tool_format != "hermes":
+            from rlkit.tools import describe
+
+            describe((), self.tool_format)
         _check.require_protocol("Chat(tokenizer)", self.tokenizer, Tokenizer, "policy.tokenizer")
         self.template, self.tool_template = _read_templates(self.tokenizer, self._template)
         switch = {} if self.thinking is None else {"enable_thinking": _check.flag("Chat.thinking", self.thinking)}

@@ -16,7 +16,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit._runtime import missing, warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import CUT, PLACEHOLDER, ControlText, end_answer, find_answer, without_prefill
+from rlkit.chat.templates import CUT, ControlText, end_answer, find_answer, without_prefill
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelRenderer", "RendererPrompts", "find_renderer"]
 
 _MOST = 128  # calls in one turn
+_PLACE = "THE-TURN-OF-THE-POLICY"  # in ASCII, so that no token holds a part of a character
 _INSTEAD = "renderer=None uses the model's chat template"
 _CANNOT = {
     "invalid_json": "its JSON is not valid",
@@ -201,13 +202,13 @@ class RendererPrompts:
         self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int
     ) -> np.ndarray:
         """Append what is written after the policy's turn, whatever the renderer makes of the turn itself."""
-        shown: Message = {"role": "assistant", "content": PLACEHOLDER}
+        shown: Message = {"role": "assistant", "content": _PLACE}
         whole = self._renderer.render([*messages[:turn], shown, *messages[turn + 1 :]], self._tools)
-        parts = self._decode(whole).split(PLACEHOLDER)
+        parts = self._decode(whole).split(_PLACE)
         if len(parts) != 2:
             what = f"the renderer shows the policy's turn {len(parts) - 1} times"
             raise DataError("conversation", what, "once", "tokens cannot be appended to it")
-        ids = self._cut(whole, len(parts[0]) + len(PLACEHOLDER))
+        ids = self._cut(whole, len(parts[0]) + len(_PLACE))
         if np.isin(action.tokens[-1:], list(self._chat.ends)).any() and ids.size and int(ids[0]) in self._chat.ends:
             ids = ids[1:]
         return self._add_prefill(np.concatenate([prompt, action.tokens, ids]))

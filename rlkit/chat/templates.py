@@ -414,13 +414,13 @@ class TemplatePrompts:
 
     def _check_written(self, messages: Sequence[Message], first: int, text: str) -> None:
         """Raise DataError for a message, from ``first`` on, that the template leaves out: of a tool, for one."""
-        lean = None
+        lean = ""
         for i in range(first, len(messages)) if self._template else ():
             role, content = messages[i]["role"], messages[i]["content"].strip()
             if role == "assistant":
                 continue
             if written := self._writes_role(messages, i):
-                lean = _lean(text) if content not in text and lean is None else lean
+                lean = _lean(text) if content not in text and not lean else lean
                 written = content in text or _lean(content) in lean or _lean(_json(content)[1:-1]) in lean
             if not written:
                 what = f"is not written by the chat template, which leaves out the role {role!r}"
@@ -428,7 +428,7 @@ class TemplatePrompts:
 
     def _writes_role(self, messages: Sequence[Message], i: int) -> bool:
         """Return whether the template writes message ``i``: a short text may also stand elsewhere in a prompt."""
-        roles: set[str] = self._template.written_roles
+        roles: set[str] = set() if self._template is None else self._template.written_roles
         if messages[i]["role"] not in roles:
             shown = {**messages[i], "content": PLACEHOLDER}
             if PLACEHOLDER not in self.write([*messages[:i], shown, *messages[i + 1 :]], head=True):

@@ -303,7 +303,8 @@ class Episode:
         self.shared.counters.add("time/close", time.monotonic() - began)
         name = f"env/{self.task.name}/close_failed"
         if problem is not None and not self.shared.counters.sums[name]:
-            text = f"environment {self.task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
+            kind, text = type(problem).__name__, describe_error(problem)
+            text = f"environment {self.task.name!r}: could not be closed: {kind}: {text}"
             _log.warning("%s; %s counts such environments", text[:SHORT], name)
         self.count("close_failed", int(problem is not None))
 

@@ -140,7 +140,7 @@ def _of_hint(hint: object, where: str) -> dict[str, object]:
         properties = {key: _of_hint(value, f"{where}.{key}") for key, value in fields.items()}
         must = {key: typing.get_origin(value) for key, value in said.items()}  # __required_keys__ misreads text
         usual = {typing.Required: True, typing.NotRequired: False}
-        required = [key for key in said if usual.get(must[key], key in hint.__required_keys__)]
+        required = [key for key in said if usual.get(must[key], key in vars(hint)["__required_keys__"])]
         return {"type": "object", "properties": properties, "required": sorted(required)}
     make = _GENERIC.get(typing.get_origin(hint))
     if make is None:

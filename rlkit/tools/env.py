@@ -13,7 +13,7 @@ from rlkit._interaction import Action, Observation, StepResult
 from rlkit.errors import ConfigError
 from rlkit.tools._functions import schema
 from rlkit.tools.formats import Format, formats, parameters, read_calls
-from rlkit.tools.types import Malformed, Parsed, ToolCall, error_message, tool_message
+from rlkit.tools.types import Malformed, Parsed, ToolCall, error_message, error_text, tool_message
 
 __all__ = ["ToolEnv"]
 
@@ -85,7 +85,7 @@ class ToolEnv:
         try:
             return await awaited(self._functions[call.name], **call.arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
-            return f"{type(error).__name__}: {error}"
+            return error_text(error)
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""

@@ -349,9 +349,9 @@ def _value(text: str, schema: object) -> object:
     """Return the text itself where the schema allows a string or says nothing; else its value as JSON."""
     if not isinstance(schema, Mapping):
         return text
-    types = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
-    if not types and isinstance(schema.get("enum"), list):
-        types = ["string" if isinstance(value, str) else "" for value in schema["enum"]]
+    types: list[object] = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
+    if not types:
+        types = ["string" if isinstance(value, str) else "other" for value in _listed(schema, "enum")]
     if "string" in types or (not types and not any(k in schema for k in ("anyOf", "oneOf", "$ref", "allOf"))):
         return text
     if not types and any(_takes_text(option) for option in _listed(schema, "anyOf") + _listed(schema, "oneOf")):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import attrs
 
-__all__ = ["Malformed", "Parsed", "ToolCall", "error_message", "tool_message"]
+__all__ = ["Malformed", "Parsed", "ToolCall", "error_message", "error_text", "tool_message"]
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -103,13 +103,21 @@ def tool_message(call: ToolCall, result: object) -> dict[str, str]:
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError, RecursionError):  # keys that are not text, cycles
+        except Exception:  # noqa: BLE001  # keys that are not text, cycles, 5,000 digits, what a class does
             try:
                 result = str(result)
-            except Exception as error:  # noqa: BLE001  # an integer of 5,000 digits, or whatever a class does
-                result = f"{type(error).__name__}: {error}"
+            except Exception as error:  # noqa: BLE001
+                result = error_text(error)
     content = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", str(result))
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception's type and text, for the policy."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # its own __str__ raised
+        return type(error).__name__
 
 
 def _plain(value: object) -> object:
