@@ -330,6 +330,7 @@ def test_end_tokens_that_need_no_word(monkeypatch, template, ends, end):
         (tokenizer(), {"system": 3}, "Chat.system"),
         (tokenizer(), {"prefill": None}, "Chat.prefill"),
         (tokenizer(), {"history": "keep"}, "Chat.history"),
+        (tokenizer(), {"tool_format": "xml"}, "one of hermes, qwen3_coder"),
         (tokenizer(), {"template": ""}, "template"),
         (tokenizer(), {"thinking": 1, "template": "{{ enable_thinking }}"}, "Chat.thinking"),
         (tokenizer(), {"thinking": False}, "does not read enable_thinking"),
@@ -343,6 +344,18 @@ def test_end_tokens_that_need_no_word(monkeypatch, template, ends, end):
 def test_wrong_settings(t, settings, message):
     with pytest.raises(ConfigError, match=message):
         Chat(t, **settings)
+
+
+@for_each("result", ["fifteen", "5", "true", ""])
+def test_a_message_that_the_template_leaves_out_is_an_error(result):
+    """However short: that its text stands elsewhere in the prompt does not help the policy."""
+    t, only_two = tokenizer(), "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tool = {"role": "tool", "content": result}
+    conversation = Chat(t, template=only_two).start("Is it true that 2 + 3 is 5?")
+    with pytest.raises(DataError, match="leaves out the role 'tool'"):
+        conversation.add(act(Chat(t), "Let me see."), [tool])
+    with pytest.raises(DataError, match="leaves out the role 'tool'"):
+        Chat(t, template=only_two).start([{"role": "user", "content": "Is 5 true?"}, tool])
 
 
 def test_options_are_kept_but_for_the_changed_ones():

@@ -183,6 +183,23 @@ def test_bad_calls_are_answered(bad, problem):
     assert order[1].message.startswith(("The tool call was not made: ", "The call of "))
 
 
+@for_each("kind", KINDS)
+def test_every_token_is_kept_where_that_is_asked_for(kind):
+    """Also of a turn that ends inside of its reasoning, after which renderers cannot append."""
+    chat = chat_of(kind, history="append")
+    conversation = chat.start("1 + 1?")
+    head = conversation.prompt
+    end = chat.tokenizer.decode(chat.end, skip_special=False)
+    action = act(chat, f"<think>\nI never close this{end}", prompt=head)
+    conversation.add(action, "Answer, please.")
+    sent = np.concatenate([head, action.tokens])
+    assert conversation.extends
+    assert np.array_equal(conversation.prompt[: sent.size], sent)
+    text = chat.tokenizer.decode(conversation.prompt[sent.size :], skip_special=False)
+    assert text.count("Answer, please.") == 1
+    assert "\N{REPLACEMENT CHARACTER}" not in text
+
+
 def test_odd_calls():
     """Deep ones, many, and those that cannot be read: they stay in the turn when it is rendered anew."""
     chat = chat_of("qwen3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import itertools
 import random
 import sys
@@ -91,6 +92,18 @@ def test_junk_scores_and_does_not_raise(name):
         result = env.step(Action(junk))
         assert 0.0 <= result.reward < 1.0
         assert result.terminated
+
+
+def test_a_score_may_be_rounded():
+    """This one adds up to 1.0000000000000002."""
+    judge = importlib.import_module("reasoning_gym").create_dataset("spell_backward", size=1)
+    found = []
+    for number in range(14):
+        env = begun("spell_backward", number, size=14, seed=11)
+        right = env.step(Action("")).info["answer"]
+        found.append((env.step(Action(f"{right}x")).reward, judge.score_answer(f"{right}x", {"answer": right})))
+    assert all(reward == score for reward, score in found)
+    assert 1.0 < max(score for _, score in found) < 1.001
 
 
 def test_a_scorer_that_raises_says_so():

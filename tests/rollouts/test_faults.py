@@ -60,7 +60,15 @@ ANSWERS = {
     "InfoOfTheWrongType": StepResult("", info=[1]),
     "FloatTokens": StepResult(np.array([1.5])),
 }
+
+
+class Dumb(Exception):
+    def __str__(self):
+        raise AttributeError("no text")
+
+
 FAULTS = {
+    "RaisesWithoutText": raising(Dumb()),
     "NoMethods": type("NoMethods", (), {}),
     "MakeRaises": throw(OSError("no sandbox")),
     "ResetRaises": raising(ValueError("bad seed"), "reset"),

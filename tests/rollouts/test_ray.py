@@ -14,7 +14,17 @@ import traceback
 
 import pytest
 
-from rlkit import BackendError, BackendTimeout, ConfigError, EnvLost, MissingPackageError, SamplingParams, _ray_cluster
+from rlkit import (
+    BackendError,
+    BackendTimeout,
+    ConfigError,
+    EnvLost,
+    MissingPackageError,
+    SamplingParams,
+    _ray_cluster,
+    envs,
+)
+from rlkit.chat import Chat
 from rlkit.envs import StepResult, Task, Tasks
 from rlkit.rollouts import Plan, Ray, _ray, rollout, rollout_sync
 from tests.each import for_each
@@ -242,6 +252,18 @@ class TestOnRay:
         assert len(noted(tmp_path, "closed")) == len(noted(tmp_path, "made")) == 12
         assert len(set(noted(tmp_path, "made"))) == 2  # this process and a worker
         check_ended(tmp_path)
+
+    def test_packages_that_draw_from_the_process(self):
+        """Members of a group play the same problem, whatever else the worker plays meanwhile."""
+        games, problems = envs.gem("game:Game2048-v0-easy", size=4), envs.reasoning_gym("chain_sum", size=4)
+        options = {
+            "n": 3,
+            "max_turns": 2,
+            "chat": Chat(RandomSampler.tokenizer, prefill="\\boxed{up} ", history="none"),
+        }
+        here = rollout_sync(RandomSampler(), [*games, *problems], params=PARAMS, **options)
+        there = rollout_sync(RandomSampler(), [*games, *problems], **on_ray(), **options)
+        assert describe(there) == describe(here)
 
     def test_a_killed_worker(self, tmp_path):
         """Its episodes are played again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,6 +160,7 @@ def test_the_place_of_an_error():
     assert error.excerpt in text
 
 
+HALF = "\ud83d"
 UNEXPECTED = "Additional properties are not allowed ('z' was unexpected); the schema has x, y, note"
 
 
@@ -170,6 +172,8 @@ UNEXPECTED = "Additional properties are not allowed ('z' was unexpected); the sc
         ("add", {}, ["arguments: 'x' is a required property"]),
         ("add", {"x": "1"}, ["arguments.x: '1' is not of type 'integer'"]),
         ("add", {"x": 1, "z": 2}, [f"arguments: {UNEXPECTED}"]),
+        ("add", {"x": 1, "note": HALF}, ["it has half of a character"]),  # which no tokenizer encodes
+        (HALF, {}, ["it has half of a character"]),
     ],
 )
 def test_arguments_are_checked(name, arguments, problems):
@@ -197,6 +201,8 @@ def test_values_of_qwen3_coder_get_the_types_of_the_schema():
         "o": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
         "u": ({}, "3", "3"),
         "i": ({"type": ["integer", "null"]}, "null", None),
+        "e": ({"enum": [1, 2]}, "2", 2),
+        "m": ({"enum": ["1", 2]}, "1", "1"),
     }
     properties = {key: schema for key, (schema, _, _) in values.items()}
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
@@ -288,7 +294,16 @@ def test_answers_to_calls():
     assert tool_message(call, "3") == {"role": "tool", "name": "f", "tool_call_id": "call00003", "content": "3"}
     cycle = []
     cycle.append(cycle)
-    results = None, [1, "é"], {1: object}, {(1,): 2}, cycle
-    contents = [tool_message(call, result)["content"] for result in results]
-    assert contents == ["null", '[1, "é"]', '{"1": "<class \'object\'>"}', "{(1,): 2}", "[[...]]"]
+    results = {
+        None: "null",
+        (1, "é"): '[1, "é"]',
+        frozenset(): '"frozenset()"',
+        np.float32(1.5): "1.5",
+        "caf\udce9": "caf\ufffd",
+        10**5000: "ValueError: Exceeds the limit (4300 digits) for integer string conversion; use "
+        "sys.set_int_max_str_digits() to increase the limit",
+    }
+    assert [tool_message(call, result)["content"] for result in results] == list(results.values())
+    nested = [tool_message(call, result)["content"] for result in ({1: np.arange(2)}, {(1,): 2}, cycle)]
+    assert nested == ['{"1": [0, 1]}', "{(1,): 2}", "[[...]]"]
     assert error_message(Malformed("p", "e", id="call00001"))["tool_call_id"] == "call00001"

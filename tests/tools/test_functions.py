@@ -7,7 +7,7 @@ import enum
 import json
 import threading
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 
@@ -22,9 +22,14 @@ class Colour(enum.Enum):
     BLUE = "blue"
 
 
-class Point(TypedDict):
+class Point(TypedDict):  # whose hints are texts here, in which Python itself does not see NotRequired
     x: int
     y: float
+    z: NotRequired[int]
+
+
+class Loop(TypedDict):
+    next: Loop | None
 
 
 def everything(
@@ -41,6 +46,7 @@ def everything(
     either: int | list[str] = 0,
     noted: Annotated[bool, "a note"] = False,
     anything: Any = None,
+    something: object = 0,
     row: Sequence[str] = (),
 ) -> str:
     """Does everything
@@ -75,11 +81,16 @@ def test_every_kind_of_hint():
         "pair": {"type": "array", "prefixItems": [INTEGER, {"type": "string"}], "minItems": 2, "maxItems": 2},
         "many": {"type": "array", "items": {"type": "string"}},
         "table": {"type": "object", "additionalProperties": {"type": "number"}},
-        "point": {"type": "object", "properties": {"x": INTEGER, "y": {"type": "number"}}, "required": ["x", "y"]},
+        "point": {
+            "type": "object",
+            "properties": {"x": INTEGER, "y": {"type": "number"}, "z": INTEGER},
+            "required": ["x", "y"],
+        },
         "maybe": {"type": ["integer", "null"], "default": None},
         "either": {"anyOf": [INTEGER, {"type": "array", "items": {"type": "string"}}], "default": 0},
         "noted": {"type": "boolean", "description": "a note", "default": False},
         "anything": {"default": None},
+        "something": {"default": 0},
         "row": {"type": "array", "items": {"type": "string"}},
     }
     assert made["description"] == "Does everything\nat once.\n\nIt really does."
@@ -111,6 +122,7 @@ def no_hint(x): ...
 def any_number(*values: int): ...
 def odd(x: set[int]): ...
 def unknown(x: Nowhere): ...  # noqa: F821
+def loop(x: Loop): ...
 
 
 @for_each(
@@ -119,7 +131,9 @@ def unknown(x: Nowhere): ...  # noqa: F821
         (no_hint, "tool no_hint: parameter x: has no type hint"),
         (any_number, "parameter values: is variadic positional"),
         (odd, "parameter x: has the type set"),
-        (unknown, "type hints cannot be resolved"),
+        (unknown, "its parameters and their types cannot be found: name 'Nowhere'"),
+        (max, "its parameters and their types cannot be found"),
+        (loop, "parameter x: has a type that refers to itself"),
         (lambda x: x, "a function with a name"),
         (3, "a function with a name"),
     ],
@@ -162,12 +176,25 @@ def long():
     return "x" * 100
 
 
+def stop():
+    return next(iter([]))
+
+
+def dumb():
+    raise Dumb
+
+
+class Dumb(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def played(*turns, **settings):
-    env = ToolEnv("Q", [add, wait, fail, leave, long], lambda answer: float(answer == "42"), **settings)
+    env = ToolEnv("Q", [add, wait, fail, leave, long, stop, dumb], lambda answer: float(answer == "42"), **settings)
     assert env.reset(seed=1) == "Q"
     results = [asyncio.run(env.step(turn if isinstance(turn, Action) else Action(turn))) for turn in turns]
     env.close()
@@ -199,8 +226,9 @@ def test_rewards_of_turns():
 def test_what_a_tool_raises_is_told():
     """An exit too; and what is too long is cut."""
     text = call("fail") + call("leave") + call("long")
-    (whole,), (cut,) = played(text), played(text, max_result=13)
+    (whole, odd), (cut,) = played(text, call("stop") + call("dumb")), played(text, max_result=13)
     assert contents(whole) == ["RuntimeError: broken", "SystemExit: 3", "x" * 100]
+    assert contents(odd) == ["RuntimeError: raised StopIteration()", "Dumb"]
     assert contents(cut) == ["RuntimeError: ... (cut)", "SystemExit: 3", "x" * 13 + " ... (cut)"]
 
 
