@@ -17,7 +17,7 @@ pytest.importorskip("omegaconf")
 import rlkit
 from rlkit import recipes
 from rlkit.envs import Action
-from rlkit.envs._prompts import named
+from rlkit.envs._prompts import name_of
 from rlkit.recipes import data, loop, scoring, tasks
 from rlkit.recipes.job import read_critic_loss, read_operators
 from rlkit.recipes.loop import is_truncated
@@ -82,7 +82,7 @@ def test_an_error_in_a_reward_names_it(tmp_path):
     with pytest.raises(json.JSONDecodeError) as caught:
         env.step(Action("<answer>1</answer>"))
     assert "in the reward 'countdown_reward' for " in caught.value.__notes__[0]
-    assert named(functools.partial(test_operators, 1)) == "'test_operators'"
+    assert name_of(functools.partial(test_operators, 1)) == "'test_operators'"
 
 
 def test_a_formula_is_read_and_not_run():
