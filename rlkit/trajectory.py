@@ -155,10 +155,6 @@ class Turn:
         return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
 
 
-def _turns(value: object) -> tuple[Turn, ...]:
-    return items("Trajectory.turns", value, Turn)
-
-
 @attrs.frozen(eq=False, repr=False)
 class Trajectory:
     """One episode.
@@ -190,7 +186,7 @@ class Trajectory:
     (0.75, 3)
     """
 
-    turns: Sequence[Turn] = attrs.field(converter=_turns)
+    turns: Sequence[Turn] = checked(attrs.NOTHING, items, kind=Turn)
     terminated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
     truncated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
     ended: str = checked("", text, kw_only=True)
@@ -286,10 +282,6 @@ class Failure:
     member: int = 0
 
 
-def _trajectories(value: object) -> tuple[Trajectory, ...]:
-    return items("Group.trajectories", value, Trajectory)
-
-
 @attrs.frozen(eq=False, repr=False)
 class Group:
     """Episodes of one task by one policy: what an estimator compares.
@@ -308,7 +300,7 @@ class Group:
     array([0., 1.])
     """
 
-    trajectories: Sequence[Trajectory] = attrs.field(converter=_trajectories)
+    trajectories: Sequence[Trajectory] = checked(attrs.NOTHING, items, kind=Trajectory)
     failures: Sequence[Failure] = checked((), items, kw_only=True, kind=Failure)
     env: str = checked("env", text, kw_only=True)
     index: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)

@@ -9,8 +9,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -117,28 +117,6 @@ class Lease(NamedTuple):
     since: int
 
 
-class SamplerSource(Protocol):
-    """Gives a sampler to each batch that is begun."""
-
-    def advance(self, step: int, *, begins: bool) -> Lease:
-        """Return what batches that begin now are sampled with: ``step`` is asked for, in the thread that trains.
-
-        ``begins`` says whether any do.
-        """
-
-    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:
-        """Check the sampler of the batch of step ``due``; return what its metrics gain."""
-
-    def finish(self, batch: Batch, lease: Lease, step: int) -> Coroutine[object, object, Rollouts] | None:
-        """Return what waits for the batch of ``step``, which is asked for, and completes its metrics; None: itself."""
-
-    def state(self) -> dict[str, int]:
-        """Return what a run that goes on has to know."""
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Restore the state that ``state`` was taken from."""
-
-
 @attrs.define(eq=False)
 class Snapshots:
     """A snapshot at the steps that ``interval`` divides, at the first one, and after a checkpoint."""
@@ -148,17 +126,20 @@ class Snapshots:
     _taken: Lease | None = attrs.field(default=None, init=False)
 
     def advance(self, step: int, *, begins: bool) -> Lease:
-        """See ``SamplerSource``."""
+        """Return what batches that begin now are sampled with: ``step`` is asked for, in the thread that trains.
+
+        ``begins`` says whether any do.
+        """
         if begins and (self._taken is None or (step % self._interval == 0 and self._taken.since < step)):
             self._taken = Lease(self._policy.sampler(), None, step)
         return cast("Lease", self._taken)  # None where no batch begins
 
-    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:  # noqa: ARG002  # as the protocol has it
-        """See ``SamplerSource``; the lag is known beforehand."""
+    def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:  # noqa: ARG002  # as that of InFlight
+        """Check the sampler of the batch of step ``due``; return what its metrics gain."""
         return {"sampler/lag": float(due - lease.since)}
 
     def finish(self, batch: Batch, lease: Lease, step: int) -> None:
-        """See ``SamplerSource``."""
+        """Return what waits for the batch of ``step``, which is asked for, and completes its metrics; None: itself."""
 
     def state(self) -> dict[str, int]:
         """Return nothing: a run that goes on has no older snapshot, so the one that goes through takes a fresh one."""
@@ -166,7 +147,7 @@ class Snapshots:
         return {}
 
     def restore(self, state: Mapping[str, int]) -> None:  # noqa: ARG002  # as above
-        """See ``SamplerSource``."""
+        """Restore the state that ``state`` was taken from."""
         self._taken = None
 
 
@@ -188,8 +169,8 @@ class InFlight:
     _lease: Lease | None = attrs.field(default=None, init=False)
     _versions: dict[int, int] = attrs.field(factory=dict, init=False)  # step of an update -> version since then
 
-    def advance(self, step: int, *, begins: bool) -> Lease:  # noqa: ARG002  # as the protocol has it
-        """See ``SamplerSource``."""
+    def advance(self, step: int, *, begins: bool) -> Lease:  # noqa: ARG002  # as that of Snapshots
+        """See ``Snapshots``."""
         if self._lease is None:
             self._lease = Lease(self._policy.live_sampler(recompute=self._recompute), None, step)
         elif step % self._interval == 0:
@@ -198,7 +179,7 @@ class InFlight:
         return self._lease
 
     def start(self, sampler: Any, lease: Lease, due: int) -> dict[str, float]:  # noqa: ARG002  # as above
-        """See ``SamplerSource``."""
+        """See ``Snapshots``."""
         if sampler.switches != "token" and not self._requests:
             raise UnsupportedError(
                 f"async_rollouts(in_flight=True): {type(self._policy).__name__} finishes a request with the policy "
@@ -207,7 +188,7 @@ class InFlight:
         return {}
 
     async def finish(self, batch: Batch, lease: Lease, step: int) -> Rollouts:
-        """See ``SamplerSource``."""
+        """See ``Snapshots``."""
         groups = await asyncio.wrap_future(batch)
         self._versions[lease.since] = (await lease.sampler).version if lease.update is None else await lease.update
         groups.metrics |= self._lag(groups, step)
@@ -218,7 +199,7 @@ class InFlight:
         return {str(step): version for step, version in self._versions.items()}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """See ``SamplerSource``."""
+        """See ``Snapshots``."""
         self._versions = {int(step): int(version) for step, version in state.items()}
 
     def _lag(self, groups: Rollouts, step: int) -> dict[str, float]:
@@ -234,6 +215,7 @@ class InFlight:
         return {"sampler/lag": lag["mean"], "sampler/lag/max": lag["max"], "sampler/mixed": lag["mixed"]}
 
 
+SamplerSource: TypeAlias = Snapshots | InFlight
 Play: TypeAlias = Callable[[Sampler, object, int], Awaitable[Rollouts]]
 Batches: TypeAlias = Callable[[int], object]  # step -> its tasks
 Running: TypeAlias = dict[int, Batch]
