@@ -352,6 +352,8 @@ def _value(text: str, schema: object) -> object:
     types: list[object] = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
     if not types:
         types = ["string" if isinstance(value, str) else "other" for value in _listed(schema, "enum")]
+    if "null" in types and text.strip() == "null":
+        return None
     if "string" in types or (not types and not any(k in schema for k in ("anyOf", "oneOf", "$ref", "allOf"))):
         return text
     if not types and any(_takes_text(option) for option in _listed(schema, "anyOf") + _listed(schema, "oneOf")):
@@ -373,4 +375,6 @@ def _listed(schema: Mapping[str, object], name: str) -> list[object]:
 
 
 def _takes_text(schema: object) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+    if not isinstance(schema, Mapping):
+        return False
+    return schema.get("type") == "string" or any(isinstance(value, str) for value in _listed(schema, "enum"))

@@ -202,6 +202,8 @@ def test_values_of_qwen3_coder_get_the_types_of_the_schema():
         "u": ({}, "3", "3"),
         "i": ({"type": ["integer", "null"]}, "null", None),
         "e": ({"enum": [1, 2]}, "2", 2),
+        "c": ({"anyOf": [{"enum": ["1"]}, {"type": "null"}]}, "1", "1"),
+        "t": ({"type": ["string", "null"]}, "null", None),
         "m": ({"enum": ["1", 2]}, "1", "1"),
     }
     properties = {key: schema for key, (schema, _, _) in values.items()}
