@@ -58,8 +58,6 @@ __all__ = [
     "verifiers",
 ]
 
-Settings = TaskSettings  # its older name
-
 for _public in (Action, StepResult, function, gymnasium, mixture):
     _public.__module__ = __name__  # where users import them from
 

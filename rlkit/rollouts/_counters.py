@@ -78,7 +78,6 @@ class Counters:
     def failure(self, failure: Failure) -> None:
         """Count an episode that was not."""
         env = self._env(failure.env)
-        self.add(f"{env}/episodes", 0)
         self.add(f"{env}/failed")
         self.add(f"{env}/failed/{failure.kind}")
         if failure.kind == "timeout":

@@ -7,13 +7,14 @@ is complete.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import functools
 import inspect
 import logging
 import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
@@ -255,7 +256,7 @@ class Stream:
     async def _supervise(self) -> None:
         executor, tasks = self._plan.executor, self._tasks
         try:
-            placed = nullcontext(tasks) if isinstance(executor, str) else executor.place(self._plan, tasks)
+            placed = contextlib.nullcontext(tasks) if isinstance(executor, str) else executor.place(self._plan, tasks)
             async with placed as tasks, asyncio.TaskGroup() as members:
                 for number, task in enumerate(tasks):
                     if self._finished < self._stop_after:  # room is not given back after that
@@ -408,38 +409,31 @@ def _add_reward(turn: Turn, reward: float | None) -> Turn:
 
 def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
     """Return what ``coroutine`` returns, run in a thread with its own event loop."""
-    result: list[T] = []
-    raised: list[BaseException] = []
-    started = threading.Event()
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    begun: concurrent.futures.Future[asyncio.Task[T]] = concurrent.futures.Future()
 
-    async def main() -> None:
-        task = asyncio.ensure_future(coroutine)
-        running.append((asyncio.get_running_loop(), task))
-        started.set()
-        result.append(await task)
+    async def main() -> T:
+        begun.set_result(asyncio.ensure_future(coroutine))
+        return await begun.result()
 
     def run() -> None:
         try:
-            asyncio.run(main())
+            result.set_result(asyncio.run(main()))
         except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits
-            raised.append(error)
-        finally:
-            started.set()
+            begun.cancel()
+            result.set_exception(error)
 
     thread = threading.Thread(target=run, name="rlkit-rollout", daemon=True)
     thread.start()
     try:
         thread.join()
     except BaseException:  # an interrupt: the thread ends in order before it goes on
-        started.wait()
-        for loop, task in running:
-            loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(concurrent.futures.CancelledError, RuntimeError):  # it did not begin, or is over
+            task = begun.result()
+            task.get_loop().call_soon_threadsafe(task.cancel)
         thread.join()
         raise
-    if raised:
-        raise raised[0]
-    return result[0]
+    return result.result()
 
 
 def read_plan(plan: Plan | None, options: Mapping[str, object], caller: Callable[..., object] = rollout) -> Plan:

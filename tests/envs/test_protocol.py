@@ -56,7 +56,6 @@ def test_protocols_know_their_own():
     assert isinstance(Nothing(), Env)
     assert not isinstance(object(), Env)
     assert isinstance(tasks(1), TaskSource)
-    assert rlkit.envs.Settings is TaskSettings, "the older name"
 
 
 def test_step_results_share_no_info():
