@@ -17,7 +17,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message, Observation
 from rlkit._runtime import warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat._rendering import RendererPrompts, find_renderer
+from rlkit.chat._rendering import RendererPrompts, make_renderer
 from rlkit.chat.messages import is_list, read_messages, read_text
 from rlkit.chat.templates import ControlText, Template, TemplatePrompts
 from rlkit.errors import ConfigError, DataError
@@ -270,13 +270,11 @@ class Chat:
         tool_format: how tools are described to a model whose template does not render them; a name in
             ``rlkit.tools.formats``.
         variables: other variables of the template.
-        renderer: how the model's turns and tool calls are written and read. "auto", where ``template`` is None: written
-            by the package ``renderers`` where it is installed and knows the model by its exact name, otherwise by the
-            chat template; read by the tokenizer's response template where it has one (transformers'
-            ``parse_response``), then by the renderer, then by the environment's tool format. None: written by the chat
-            template, read by the tool format. A family or model by the package's name (``"qwen3"``,
-            ``"Qwen/Qwen3-8B"``), or the import path of a renderer's class (``"my_module:MyRenderer"``, as
-            ``renderers.custom`` reads it): by that one.
+        renderer: what writes and reads the model's turns and tool calls in place of the chat template: a family or a
+            model by its name in the package ``renderers`` (``"qwen3"``, ``"Qwen/Qwen3-8B"``), or the import path of a
+            renderer's class (``"my_module:MyRenderer"``, as ``renderers.custom`` reads it). None: turns are written by
+            the chat template, and read by the tokenizer's response template where it has one (transformers'
+            ``parse_response``) and ``template`` is None, then by the environment's tool format.
 
     Attributes:
         ends: the ids that end a turn of the policy: the model's end tokens, the renderer's, and the control token that
@@ -313,7 +311,7 @@ class Chat:
     history: Literal["template", "append", "none"] = attrs.field(default="template", kw_only=True)
     tool_format: str = attrs.field(default="hermes", kw_only=True)
     variables: dict[str, object] = attrs.field(default=None, kw_only=True, converter=_read_variables)
-    _renderer: str | None = attrs.field(default="auto", kw_only=True)  # as given, too
+    _renderer: str | None = attrs.field(default=None, kw_only=True)  # as given, too
 
     def __attrs_post_init__(self) -> None:
         system, prefill = self.system, self.prefill
@@ -327,9 +325,12 @@ class Chat:
         _check.require_protocol("Chat(tokenizer)", self.tokenizer, Tokenizer, "policy.tokenizer")
         self.template, self.tool_template = _read_templates(self.tokenizer, self._template)
         switch = {} if self.thinking is None else {"enable_thinking": _check.flag("Chat.thinking", self.thinking)}
-        choice = None if self._renderer == "auto" and self._template is not None else self._renderer
-        self.renderer = find_renderer(choice, self.tokenizer, {**self.variables, **switch})
-        self._reader = response_reader(self.tokenizer) if choice == "auto" else None
+        name, given = self._renderer, self._template
+        if name is not None and given is not None:
+            raise ConfigError("Chat.renderer", "got a template, too", "one of them", "both say how turns are written")
+        self.renderer = None if name is None else make_renderer(name, self.tokenizer, {**self.variables, **switch})
+        # A response template is made for the model's own chat template.
+        self._reader = response_reader(self.tokenizer) if name is None and given is None else None
         self.switched = dict(self.variables)  # as the template reads them
         if self.renderer is not None:
             self.control, known = self.renderer.control, self.renderer.ends.union(self.tokenizer.eos_ids)
@@ -430,29 +431,17 @@ class Chat:
         ended = ids.size > 0 and int(ids[-1]) in self.ends
         text = self.prefill + self.tokenizer.decode(ids[:-1] if ended else ids)
         raw = self.prefill + self.tokenizer.decode(ids, skip_special=False)
-        parsed = unread = None
+        read: Parsed | Malformed | None = None
         if self._reader is not None or self.renderer is not None:
             before = _check.token_ids("prompt", prompt, vocab_size=self.tokenizer.vocab_size)
             head = self.control.encode(self.prefill, first=False)
-            said = np.concatenate([head, ids])  # the prefill is part of the turn
-            before = before[: max(before.size - head.size, 0)]
-            parsed, unread = self._read(said, before, tools, raw)
+            before = before[: max(before.size - head.size, 0)]  # the prefill is part of the turn
+            if self._reader is not None:
+                read = self._reader.read(raw, self.tokenizer.decode(before, skip_special=False), tools)
+            elif self.renderer is not None:
+                read = self.renderer.parse(np.concatenate([head, ids]), before, tools, raw)
+        parsed, unread = (None, read) if isinstance(read, Malformed) else (read, None)
         return Action(text, tokens=ids, raw=raw, stop_reason=stop_reason, parsed=parsed, unread=unread)
-
-    def _read(
-        self, ids: np.ndarray, prompt: np.ndarray, tools: Sequence[Message], text: str
-    ) -> tuple[Parsed | None, Malformed | None]:
-        """Read a turn by the response template or the renderer; return (what was read, why it was not)."""
-        renderer, unread = self.renderer, None
-        # A renderer tells control tokens from text that reads like them; the template can where one text has one form.
-        exact = renderer is None or np.array_equal(self.tokenizer.encode(text, special=True), ids)
-        if self._reader is not None and exact:
-            read = self._reader.read(text, self.tokenizer.decode(prompt, skip_special=False), tools)
-            if isinstance(read, Malformed):
-                unread = read
-            elif renderer is None or not read.errors:
-                return read, None
-        return (None, unread) if renderer is None else (renderer.parse(ids, prompt, tools, text), None)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` that stop at all of ``ends``, also at those that are not the model's end tokens."""

@@ -7,14 +7,13 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlkit import _check
 from rlkit._interaction import Action, Message
-from rlkit._runtime import missing, warn
+from rlkit._runtime import missing
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.templates import CUT, ControlText, end_answer, find_answer, without_prefill
 from rlkit.errors import ConfigError, DataError
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
 
     from rlkit.chat._core import Chat
 
-__all__ = ["ModelRenderer", "RendererPrompts", "find_renderer"]
+__all__ = ["ModelRenderer", "RendererPrompts", "make_renderer"]
 
 _MOST = 128  # calls in one turn
 _PLACE = "THE-TURN-OF-THE-POLICY"  # in ASCII, so that no token holds a part of a character
-_INSTEAD = "renderer=None uses the model's chat template"
 _CANNOT = {
     "invalid_json": "its JSON is not valid",
     "unclosed_block": "it is not closed",
@@ -228,54 +226,39 @@ class RendererPrompts:
         return np.concatenate([ids, self._chat.control.encode(self._chat.prefill, first=False)])
 
 
-def find_renderer(choice: str | None, tokenizer: Tokenizer, variables: Mapping[str, object]) -> ModelRenderer | None:
-    """Return the renderer of a model; None where its chat template is to be used.
+def make_renderer(name: str, tokenizer: Tokenizer, variables: Mapping[str, object]) -> ModelRenderer:
+    """Return the renderer of a name.
 
     Args:
-        choice: as in ``Chat``.
+        name: as in ``Chat``.
         tokenizer: the policy's.
-        variables: of the chat template; with ``"auto"`` a model is not known if its renderer lacks one of them.
+        variables: of the chat template; the renderer must know them.
 
     Raises:
-        ConfigError: the renderer was named, and cannot be made; with ``"auto"`` that is a warning.
-        MissingPackageError: a renderer was named, and the package is not installed.
+        ConfigError: it is not a name, or there is no such renderer, or it does not fit the tokenizer.
+        MissingPackageError: the package is not installed.
     """
-    if choice is None:
-        return None
-    if not isinstance(choice, str) or choice == "default":
+    if not isinstance(name, str) or name in ("auto", "default"):
         own = "a renderer of your own is named 'my_module:MyRenderer'; variables= has the options of any"
-        raise ConfigError("Chat.renderer", f"got {_check.describe(choice)}", "'auto', None or a family's name", own)
-    automatic = choice == "auto"
-    name = str(getattr(tokenizer, "name", "")) if automatic else choice
-    if automatic and ("/" not in name or Path(name).is_dir()):
-        return None
+        expected = "None (the model's chat template) or the name of a family or a model, such as 'qwen3'"
+        raise ConfigError("Chat.renderer", f"got {_check.describe(name)}", expected, own)
     try:
         import renderers
-        from renderers.base import MODEL_RENDERER_MAP, template_field_names
+        from renderers.base import MODEL_RENDERER_MAP
     except ImportError as error:
-        if automatic:
-            return None
         raise missing("Chat.renderer", "renderers", "renderers") from error
-    if automatic and name not in MODEL_RENDERER_MAP:
-        return None
     try:
         if ":" in name:  # a class outside of the package
             config = renderers.CustomRendererConfig(import_path=name)
         else:
             config = renderers.config_from_name(MODEL_RENDERER_MAP.get(name, name))
-        if automatic and not variables.keys() <= template_field_names(config):
-            return None
         adapter = RendererTokenizer(tokenizer, name)
         renderer = renderers.create_renderer(adapter, config, chat_template_kwargs=variables)
         return ModelRenderer(renderer, adapter.guard(renderer))
     except Exception as error:
-        where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if automatic:  # not asked for: the model's own template is used
-            warn(f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}", RuntimeWarning)
-            return None
-        raise ConfigError(
-            "Chat.renderer", f"{name!r} cannot be used ({where})", "a renderer for this model", _INSTEAD
-        ) from error
+        what = f"{name!r} cannot be used ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        instead = "renderer=None uses the model's chat template"
+        raise ConfigError("Chat.renderer", what, "a renderer for this model", instead) from error
 
 
 def _read_call(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malformed:

@@ -233,21 +233,17 @@ class OwnRenderer(Qwen3Renderer):
     config_class = Qwen3RendererConfig
 
 
-def test_which_models_are_known(monkeypatch):
-    """By the exact name, or where the user says so; a template of the user's own, or None, is today's way."""
+def test_renderers_are_asked_for(monkeypatch):
+    """By name; a model that the package knows is otherwise rendered by its own template."""
     t = family("qwen3", QWEN3)
-    known = {"": False, "Qwen/Qwen3-8B": True, "me/Qwen3-8B": False}
-    for name, expected in known.items():
-        monkeypatch.setattr(t.hf, "name_or_path", name)
-        assert (Chat(t).renderer is not None) == expected
-        for options in ({"renderer": None}, {"template": QWEN3}, {"variables": {"mood": "good"}}):
-            assert Chat(t, **options).renderer is None
+    monkeypatch.setattr(t.hf, "name_or_path", "Qwen/Qwen3-8B")
+    assert Chat(t).renderer is None
     for choice in ("qwen3", "Qwen/Qwen3-8B", f"{__name__}:OwnRenderer"):
-        chat = Chat(t, renderer=choice, thinking=False)
+        chat = Chat(t, renderer=choice, thinking=False).with_options(history="append")
         assert chat.tokenizer.decode(chat.start("Hi").prompt).endswith("<think>\n\n</think>\n\n")
 
 
-FORMS = r"Chat\.renderer: got .*expected 'auto', None .*'my_module:MyRenderer'"
+FORMS = r"Chat\.renderer: got .*expected None \(the model's chat .*'my_module:MyRenderer'"
 
 
 @for_each(
@@ -257,22 +253,17 @@ FORMS = r"Chat\.renderer: got .*expected 'auto', None .*'my_module:MyRenderer'"
         ("qwen3", {"renderer": "llama-3"}, "'llama-3' cannot be used"),  # the tokenizer lacks its tokens
         ("llama-3", {"renderer": "llama-3", "thinking": True}, "enable_thinking"),
         ("qwen3", {"renderer": "default"}, FORMS),
+        ("qwen3", {"renderer": "auto"}, FORMS),
+        ("qwen3", {"renderer": "qwen3", "variables": {"mood": "good"}}, "'qwen3' cannot be used .*mood"),
         ("qwen3", {"renderer": Qwen3RendererConfig()}, FORMS),
         ("qwen3", {"renderer": Qwen3Renderer(family("qwen3", QWEN3).hf)}, FORMS),
         ("qwen3", {"renderer": 3}, FORMS),
+        ("qwen3", {"renderer": "qwen3", "template": QWEN3}, r"Chat\.renderer: got a template, too"),
     ],
 )
 def test_wrong_renderers(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         Chat(family(kind, QWEN3), **options)
-
-
-def test_a_renderer_that_nobody_asked_for(monkeypatch):
-    """A tokenizer by the name of a known model that lacks its tokens: its own template, and a warning."""
-    t = tokenizer(QWEN3)
-    monkeypatch.setattr(t.hf, "name_or_path", next(n for n, kind in MODEL_RENDERER_MAP.items() if kind == "llama-3"))
-    with pytest.warns(RuntimeWarning, match="the renderer of .* cannot be used .*renderer=None uses the model's chat"):
-        assert Chat(t).renderer is None
 
 
 TOKENS = family("qwen3").encode("as tokens")

@@ -1,4 +1,4 @@
-"""Turns read by a tokenizer's own response template, before renderers and rlkit's formats."""
+"""Turns read by a tokenizer's own response template, before rlkit's formats."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def test_what_cannot_be_read_is_reported_as_without_the_template(kind, bad):
     template, form, good, _ = WRITTEN[kind]
     for text in (bad, f"{good}{bad}", f"{bad}{good}<|im_end|>"):
         one, two = (
-            tools.read_calls(said(Chat(with_template(template), renderer=choice), text), form, SCHEMAS)
-            for choice in ("auto", None)
+            tools.read_calls(said(Chat(with_template(template), template=chosen), text), form, SCHEMAS)
+            for chosen in (None, QWEN3)
         )
         assert two.errors
         assert [error.problem for error in one.errors] == [error.problem for error in two.errors]
@@ -196,34 +196,19 @@ def test_a_broken_call_of_an_unknown_format_is_no_answer(text, why):
         assert why in result.observation[0]["content"]
 
 
-def test_order_with_a_renderer(monkeypatch):
-    """The template is first; the renderer reads what the template cannot, and control tokens that are only text."""
-    pytest.importorskip("renderers")
-    named = json_template({"name": "by_template", "arguments": "{content.arguments}"})
-    t = with_template(named, family("qwen3", QWEN3))
-    monkeypatch.setattr(t.hf, "name_or_path", "Qwen/Qwen3-8B")
-    chat = Chat(t)
-    assert chat.renderer is not None
-    good = WRITTEN["json"][2]
-    assert [call.name for call in said(chat, good).parsed.calls] == ["by_template"]
-    assert [call.name for call in said(Chat(t, renderer="qwen3"), good).parsed.calls] == ["add"]
-    broken = said(chat, good + "<tool_call>{oops}</tool_call>")
-    assert [call.name for call in broken.parsed.calls] == ["add"]
-    assert "its JSON is not valid" in broken.parsed.errors[0].problem
-    spelled = chat.action(np.concatenate([t.encode(letter) for letter in good]), tools=SCHEMAS)
-    assert spelled.parsed.calls == ()
-    assert "<tool_call>" in spelled.content
-
-
 def test_where_no_template_is_used():
-    """A template or a way of reading that the user chose, and a template that is not valid, with a warning."""
-    t = with_template(JSON)
-    for options in ({"renderer": None}, {"template": QWEN3}):
-        action = said(Chat(t, **options), "<think>hm</think>Yes.<|im_end|>")
-        assert (action.parsed, action.content) == (None, "<think>hm</think>Yes.")
+    """A chat template or a renderer that the user chose, and a template that is not valid, with a warning."""
+    t, text = with_template(JSON), "<think>hm</think>Yes.<|im_end|>"
+    action = said(Chat(t, template=QWEN3), text)
+    assert (action.parsed, action.content) == (None, "<think>hm</think>Yes.")
     for wrong in ({"fields": {}}, {**JSON, "start_anchor": None}, ["?"], {**JSON, "more": 1}):
         with pytest.warns(RuntimeWarning, match="the tokenizer's response template cannot be used"):
             assert said(Chat(with_template(wrong)), "Yes.").parsed is None
+    pytest.importorskip("renderers")
+    named = json_template({"name": "by_template", "arguments": "{content.arguments}"})
+    t = with_template(named, family("qwen3", QWEN3))
+    for name, expected in ((None, "by_template"), ("qwen3", "add")):
+        assert [call.name for call in said(Chat(t, renderer=name), WRITTEN["json"][2]).parsed.calls] == [expected]
 
 
 def test_floods():
