@@ -105,6 +105,25 @@ class Program:
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
     _killed: bool = attrs.field(default=False, init=False)
+    _tails: list[bytearray] = attrs.field(factory=lambda: [bytearray(), bytearray()], init=False)
+
+    def start(self) -> Future[ProgramResult]:
+        """Run it in a thread; see ``run``."""
+        ended = Future[ProgramResult]()
+
+        def run() -> None:
+            try:
+                ended.set_result(self.run())
+            except BaseException as error:  # noqa: BLE001  # whoever reads the future gets it
+                ended.set_exception(error)
+
+        _start_thread(run)
+        return ended
+
+    @property
+    def written(self) -> str:
+        """Return the end of what it wrote so far: stdout, and then stderr."""
+        return "\n".join(tail[-self._keep :].decode("utf-8", "replace") for tail in self._tails)
 
     def run(self) -> ProgramResult:
         """Run it to its end, and end the processes that it leaves running; this blocks.
@@ -113,9 +132,9 @@ class Program:
             EnvError: it cannot be started, or was killed before.
         """
         process = self._start()
-        tails = {process.stdout: bytearray(), process.stderr: bytearray()}
         try:
-            readers = [_start_thread(_read, pipe, tail, self._keep) for pipe, tail in tails.items()]
+            pipes = zip((process.stdout, process.stderr), self._tails, strict=True)
+            readers = [_start_thread(_read, pipe, tail, self._keep) for pipe, tail in pipes]
             _start_thread(_write, process.stdin, self._stdin)
             _wait_exit(process)
         finally:
@@ -124,7 +143,7 @@ class Program:
             code = process.wait()
         for reader in readers:  # a process that left the group may hold the other end for ever
             reader.join(_DRAIN)
-        stdout, stderr = (tail[-self._keep :].decode("utf-8", "replace") for tail in tails.values())
+        stdout, stderr = (tail[-self._keep :].decode("utf-8", "replace") for tail in self._tails)
         return ProgramResult(code, stdout, stderr)
 
     def kill(self, *, grace: float | None = None) -> None:

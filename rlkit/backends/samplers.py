@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADAPTER",
-    "LiveEngine",
     "LoraAdapter",
     "OpensEngine",
     "SamplingEngine",
@@ -84,19 +83,6 @@ class SamplingEngine(Protocol):
 
     def close(self) -> None:
         """Free everything; called when the trainer is closed. Idempotent."""
-
-
-@runtime_checkable
-class LiveEngine(Protocol):
-    """An engine whose running requests take a newer adapter."""
-
-    def live_sampler(
-        self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
-    ) -> SuccessiveSampler | None:
-        """Return a live sampler over ``first`` and ``update`` (see ``SuccessiveSampler``) that switches at a "token".
-
-        None where the engine cannot; then running requests end under the policy with which they began.
-        """
 
 
 class TrainerLogprobs(Protocol):

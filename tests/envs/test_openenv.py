@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.backends.vllm._server import free_port
+from rlkit.backends.vllm.settings import free_port
 from rlkit.envs import openenv
 from rlkit.envs._from_openenv import Session
 from rlkit.envs.calling import GuardedEnv

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from rlkit.backends.vllm._server import free_port
+from rlkit.backends.vllm.settings import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")

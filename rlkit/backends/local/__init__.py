@@ -36,7 +36,7 @@ from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_fo
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.options import LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
-from rlkit.backends.samplers import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
+from rlkit.backends.samplers import LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.trainer import InProcessBackend, Job, assemble_output
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
@@ -314,8 +314,7 @@ class LocalBackend(InProcessBackend):
             def update(live: SuccessiveSampler) -> Future[int]:
                 return self._queue.enqueue("update", lambda: live.switch_to(self._snapshot()))
 
-            made = self._engine.live_sampler(first, update) if isinstance(self._engine, LiveEngine) else None
-            return made or SuccessiveSampler(first, update)
+            return SuccessiveSampler(first, update)
         draws = self._ranks or self._scheduler
         live = LiveLocalSampler(self, self._newest, self._seeds, draws, self._queue, recompute=recompute)
         if self._ranks is not None:

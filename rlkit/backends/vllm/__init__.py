@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlkit.backends.vllm._client import VllmClient
-from rlkit.backends.vllm._opening import open_sampler
-from rlkit.backends.vllm._sampler import VllmSampler
+from rlkit.backends.vllm._sampler import VllmSampler, open_sampler
 from rlkit.backends.vllm.settings import Vllm
 
 __all__ = ["Vllm", "VllmClient", "VllmSampler", "open_sampler"]

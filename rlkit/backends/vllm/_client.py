@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+import concurrent.futures
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import attrs
@@ -15,7 +19,7 @@ from rlkit import _check
 from rlkit._check import HIGHEST
 from rlkit._runtime import missing
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError, UnsupportedError
 from rlkit.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,24 +28,27 @@ if TYPE_CHECKING:
 __all__ = [
     "Json",
     "Model",
+    "ModelMissing",
     "ServerLost",
-    "Unreachable",
     "VllmClient",
     "check_url",
     "read_samples",
     "read_scores",
     "sample_request",
     "score_request",
-    "seed_of",
+    "server_seed",
+    "submit",
 ]
 
+T = TypeVar("T")
 Json: TypeAlias = Mapping[str, object]
 
 _HOTTEST = 2.0
 _COLDEST = 0.01  # vLLM takes a lower temperature for this one
+_TEXTS = ("Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x\n", "Übergröße, naïve café 你好世界")
 
 
-def seed_of(seed: int) -> int:
+def server_seed(seed: int) -> int:
     """Return the number that a server's generator starts from.
 
     vLLM gives sample i of a request the seed + i, so that requests with seeds 1 and 2 would have all samples but one
@@ -74,7 +81,7 @@ def sample_request(
     body: dict[str, object] = {
         "prompt": prompt.tolist(),
         "n": n,
-        "seed": seed_of(seed),
+        "seed": server_seed(seed),
         "max_tokens": max_tokens,
         "temperature": params.temperature,
         "repetition_penalty": params.repetition_penalty,
@@ -182,26 +189,33 @@ def _read_logprob(value: object, where: str) -> float:
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
 _SHOWN = 600  # characters of a server's refusal
-_KIND = (
-    "expected vLLM >= 0.10.2 (for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora), or, to sample "
-    "without training, `rlkit serve --openai`"
-)
-_PLAIN = ("/health", "/v1/models")  # which are there, or not, whatever is asked for
-_ADAPTERS = {  # what it says of adapters that it does not load, and what helps
-    "No adapter found": "the server cannot read that folder: set Vllm(folder=) to a file system that both machines "
-    "share; vLLM loads adapters from folders only",
-    "max_lora_rank": "start it with --max-lora-rank >= the policy's rank, or train a lower rank",
-    "LoRA is not enabled": "start it with --enable-lora",
-    "target modules": "start it with these modules in --lora-target-modules, or train other modules",
-}
+_JSON = ("/v1/completions", "/v1/models")  # what answers with an object
+_KIND = "expected vLLM >= 0.10.2, or, to sample without training, `rlkit serve --openai`"
 
 
 class ServerLost(BackendError):
-    """A server cannot be reached, or broke off: whoever knows how may start it again, and ask once more."""
+    """A server cannot be reached, or broke off: another one may be asked, or this one again."""
 
 
-class Unreachable(ServerLost):
-    """Nothing listens there, or nothing that speaks HTTP, or the host is unknown."""
+class ModelMissing(BackendError):
+    """A server does not have that model, or adapter: it may have been started again."""
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop, in a thread of its own, in which all requests of this process wait."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rlkit-vllm", daemon=True).start()
+    return loop
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a child has no such thread
+
+
+def submit(work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
+    """Run requests in the loop of all clients; cancelling the future cancels them."""
+    return asyncio.run_coroutine_threadsafe(work, _event_loop())
 
 
 @attrs.frozen
@@ -230,9 +244,13 @@ class Model:
         known = length if isinstance(length, int) else None
         return cls(str(card.get("id")), known, parent, root, least=int(card.get("owned_by") != "rlkit"))
 
+    def lengths(self, limit: int) -> tuple[int, int]:
+        """Return the most tokens of a sample and of a text that is scored, after which one token is sampled."""
+        return min(limit, self.max_length or limit), min(limit, (self.max_length or limit + 1) - 1)
+
 
 class VllmClient:
-    """Asks one server. Its coroutines belong to one event loop; connections are kept between requests.
+    """Asks one server. Its coroutines run in the event loop of ``submit``; connections are kept between requests.
 
     Args:
         url: where the server listens, without "/v1"; a gateway's session is named by its URL, too.
@@ -250,155 +268,155 @@ class VllmClient:
             raise missing("a request to a vLLM server", "httpx", "vllm") from error
         self.url = url.rstrip("/").removesuffix("/v1")
         self._deadline = deadline
-        self._http: httpx.AsyncClient = httpx.AsyncClient(
+        self._http: httpx.AsyncClient | None = httpx.AsyncClient(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # no proxy in between
         )
+        self._running: set[asyncio.Task[object] | None] = set()
+        self._process = os.getpid()
 
     async def generate(self, body: Json) -> Json:
-        """Return what the server answers to ``POST /v1/completions``. Cancelled, the request is ended there."""
-        return await self._json("POST", "/v1/completions", body, self._deadline)
-
-    async def abort(self, request: str) -> None:
-        """Make it end a request, which is then answered with what was drawn so far; "" for none.
+        """Return what the server answers to ``POST /v1/completions``. Cancelled, the request is ended there.
 
         Raises:
-            UnsupportedError: it has no such endpoint.
+            ModelMissing: it has no such model.
         """
-        ids = [request] if request else []
-        await self._ask("POST", "/inference/v1/abort_requests", {"request_ids": ids}, _SHORT)
+        return await self._ask("POST", "/v1/completions", body)
 
     async def models(self) -> list[Model]:
         """Return what it serves."""
-        answer = await self._json("GET", "/v1/models", None, _SHORT)
-        cards = answer.get("data")
+        cards = (await self._ask("GET", "/v1/models", within=_SHORT)).get("data")
         if not isinstance(cards, Sequence) or not all(isinstance(card, Mapping) for card in cards):
             raise BackendError(f"{self.url}/v1/models: no list of models; {_KIND}")
         return [Model.read(card) for card in cast("Sequence[Json]", cards)]
 
-    async def encode(self, model: Model, text: str) -> list[int]:
-        """Return the tokens of a text, without those that a tokenizer would add, as it samples from them.
+    async def find_model(self, name: str | None) -> Model:
+        """Return the model of that name, or the first that is not an adapter.
 
         Raises:
+            ConfigError: there is none.
+        """
+        models = await self.models()
+        for model in models:
+            if model.name == name or (name is None and model.parent is None):
+                base = next((other for other in models if other.name == model.parent), model)
+                return attrs.evolve(model, max_length=model.max_length or base.max_length)
+        have = ", ".join(model.name for model in models) or "none"
+        raise ConfigError(f"{self.url}: has no model {name!r}; it has {have}")
+
+    async def check_tokenizer(self, model: Model, tokenizer: Tokenizer) -> None:
+        """Raise unless it makes the tokens of some texts that ``tokenizer`` makes, by a sample of one token each.
+
+        Raises:
+            ConfigError: it does not.
             UnsupportedError: it is another kind of server, which does not say the token ids.
         """
         how = {"max_tokens": model.least, "top_k": 1, "add_special_tokens": False, "return_token_ids": True}
         where = f"{self.url}/v1/completions"
-        (choice,) = _read_choices(await self.generate({"model": model.name, "prompt": text, **how}), where, 1)
-        if choice.get("prompt_token_ids") is None or choice.get("token_ids") is None:
-            raise UnsupportedError(f"{where}: answered without token ids; {_KIND}")
-        return _read_ids(choice["prompt_token_ids"], f"{where}: prompt_token_ids")
+        for text in _TEXTS:
+            (choice,) = _read_choices(await self.generate({"model": model.name, "prompt": text, **how}), where, 1)
+            if choice.get("prompt_token_ids") is None or choice.get("token_ids") is None:
+                raise UnsupportedError(f"{where}: answered without token ids; {_KIND}")
+            theirs = _read_ids(choice["prompt_token_ids"], f"{where}: prompt_token_ids")
+            ours = tokenizer.encode(text).tolist()
+            if ours != theirs:
+                pairs = enumerate(zip(ours, theirs, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+                raise ConfigError(
+                    f"{self.url}: it has another tokenizer: in {text!r}, tokens {at}... are {theirs[at : at + 3]} "
+                    f"there and {ours[at : at + 3]} here; serve the model that is trained, or set tokenizer= to its own"
+                )
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Make it load an adapter from a folder that it can read.
 
         Raises:
-            ConfigError: it cannot read it, or was started for other adapters or none.
-            BackendError: as for all requests.
+            ConfigError: it does not.
         """
         try:
-            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, self._deadline)
-        except ServerLost:
+            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except (ServerLost, BackendTimeout):
             raise
-        except BackendError as error:
-            for words, remedy in _ADAPTERS.items():
-                if words in str(error):
-                    raise ConfigError(f"{error}; {remedy}") from error
-            raise
+        except (BackendError, UnsupportedError) as error:
+            raise ConfigError(
+                f"{error}; a server has to see the folder of adapters (Vllm(folder=) on a shared file system), and to "
+                "be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-lora-rank of at least the "
+                "policy's rank, and the policy's modules in --lora-target-modules"
+            ) from error
 
     async def unload_adapter(self, name: str) -> None:
-        """Make it forget an adapter; running requests go on."""
-        await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
+        """Make it forget an adapter; running requests go on, and one that it does not know is not an error."""
+        with contextlib.suppress(BackendError, UnsupportedError):
+            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, within=_SHORT)
 
     async def check_health(self, within: float = _SHORT) -> None:
         """Raise unless it answers, and says that it works.
 
         Raises:
-            Unreachable: it cannot be asked.
-            ServerLost: it says that it does not work, or not yet.
+            ServerLost: it cannot be reached, or does not work, or not yet.
             BackendTimeout: it is silent.
             BackendError, UnsupportedError: it is something else, or refuses.
         """
-        await self._ask("GET", "/health", None, within)
+        await self._ask("GET", "/health", within=within)
 
     async def close(self) -> None:
-        """Close its connections."""
-        await self._http.aclose()
+        """Cancel its requests, and close its connections."""
+        http, self._http = self._http, None
+        for task in self._running:
+            if task is not None:
+                task.cancel()
+        if http is not None:
+            await http.aclose()
 
-    async def _json(self, method: str, path: str, body: Json | None, within: float) -> Json:
-        text = await self._ask(method, path, body, within)
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise BackendError(f"{self.url}{path}: the answer is not JSON: {text[:100]!r}; {_KIND}") from error
-        if not isinstance(answer, dict):
-            raise BackendError(f"{self.url}{path}: answered {text[:100]!r}; expected a JSON object")
-        return answer
-
-    async def _ask(self, method: str, path: str, body: Json | None, within: float) -> str:
+    async def _ask(self, method: str, path: str, body: Json | None = None, within: float | None = None) -> Json:
+        """Return the JSON object of an answer; {} where it is empty, or text as that of some endpoints."""
         import httpx
 
-        where = f"{self.url}{path}"
+        where, within = f"{self.url}{path}", within or self._deadline
+        if self._http is None or os.getpid() != self._process:
+            raise BackendError(f"{where}: it is closed, or was opened before this process was forked")
         connect = min(_SHORT, 0.8 * within)  # so that it is known what took so long
-        limits = httpx.Timeout(within, connect=connect)
+        self._running.add(task := asyncio.current_task())
         try:
             async with asyncio.timeout(within):
-                response = await self._http.request(method, where, json=body, timeout=limits)
-        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            what = f"{where}: no answer within {within:g} s; the server hangs or is overloaded"
-            raise BackendTimeout(what) from error
+                limits = httpx.Timeout(within, connect=connect)
+                answer = await self._http.request(method, where, json=body, timeout=limits)
         except httpx.ConnectTimeout as error:
             what = f"{where}: the server cannot be reached: no connection within {connect:g} s"
-            raise Unreachable(what) from error
-        except (httpx.ConnectError, httpx.ProtocolError, httpx.ReadError) as error:
-            raise Unreachable(f"{where}: the server cannot be reached: {_reason(error)}") from error
+            raise ServerLost(what) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            what = f"{where}: no answer within {within:g} s; the server hangs or is overloaded"
+            raise BackendTimeout(what) from error
         except httpx.HTTPError as error:
             raise ServerLost(f"{where}: the server cannot be reached: {type(error).__name__}: {error}") from error
-        if response.is_success:
-            return response.text
-        if response.is_redirect:
-            target = response.headers.get("Location")
-            raise BackendError(f"{where}: redirects to {target}; give the URL of the server itself")
-        raise _refusal(where, path, response.status_code, response.text)
+        finally:
+            self._running.discard(task)
+        if not answer.is_success:
+            raise _refusal(where, answer.status_code, answer.headers.get("Location") or answer.text)
+        try:
+            value = answer.json() if answer.content and path in _JSON else {}
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise BackendError(f"{where}: answered {answer.text[:100]!r}; expected a JSON object: {_KIND}")
+        return value
 
 
-def _reason(error: BaseException) -> str:
-    """Return why there is no connection, in the system's words, from the end of the chain of errors."""
-    name, last = type(error).__name__, error
-    while (earlier := last.__cause__ or last.__context__) is not None:
-        last = earlier
-    if isinstance(last, BaseExceptionGroup):  # of a host with several addresses
-        last = last.exceptions[0]
-    said = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
-    if isinstance(last, ConnectionRefusedError):
-        said = "connection refused: no server listens there"
-    return f"{name}: {said}"
-
-
-def _message(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    error = value.get("error", value) if isinstance(value, dict) else value
-    return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
-
-
-def _refusal(where: str, path: str, status: int, text: str) -> BackendError | UnsupportedError:
-    """Return the error of an answer that is none: in the server's words, which a JSON object may contain."""
-    said = _message(text)[:_SHOWN] or "with no message"
-    lacks = path in _PLAIN or (path == "/v1/completions" and "does not exist" not in said)
-    lacks = lacks or "no such endpoint" in said or said in ("Not Found", "Method Not Allowed")
-    if status in (404, 405) and lacks:
-        return UnsupportedError(f"{where}: the server has no such endpoint (status {status}: {said[:100]}); {_KIND}")
+def _refusal(where: str, status: int, text: str) -> RlkitError:
+    """Return the error of an answer that is none, in the server's own words."""
+    what = f"{where}: refused with status {status}: {text[:_SHOWN] or 'no message'}"
+    if status == 404 and "does not exist" in text:
+        return ModelMissing(what)
+    if status in (404, 405):
+        return UnsupportedError(f"{what}; {_KIND}")
     if status in (401, 403):
-        remedy = "if it requires an API key, give it: sampler=Vllm(urls=..., key=...), or rlkit.sampler(url, key=...)"
-        return BackendError(f"{where}: refused with status {status}: {said}; {remedy}")
-    # vLLM's EngineCore died under its server
-    if status in (502, 503, 504) or (status == 500 and ("Engine" in said or path == "/health")):
-        return ServerLost(f"{where}: answered with status {status}: {said}")
-    return BackendError(f"{where}: refused with status {status}: {said}")
+        return BackendError(
+            f"{what}; its API key is set by sampler=Vllm(urls=..., key=...), or rlkit.sampler(url, key=...)"
+        )
+    if status in (502, 503, 504) or (status == 500 and ("Engine" in text or where.endswith("/health"))):
+        return ServerLost(what)  # vLLM's EngineCore died under its server, among others
+    return BackendError(what)
 
 
 def check_url(where: str, url: object, expected: str = "a URL") -> None:

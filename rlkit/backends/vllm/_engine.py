@@ -3,72 +3,150 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import secrets
 import shlex
 import shutil
 import tempfile
+import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 
+from rlkit._process import Program, ProgramResult
 from rlkit.backends.protocol import Sampler
-from rlkit.backends.samplers import LoraAdapter, SuccessiveSampler, TrainedPolicy
-from rlkit.backends.vllm._client import Json, ServerLost, Unreachable, VllmClient
-from rlkit.backends.vllm._opening import longest, named_model
-from rlkit.backends.vllm._placement import place_server
-from rlkit.backends.vllm._probe import TEXTS, Ask, Probe, different_tokenizer
-from rlkit.backends.vllm._sampler import ContinuingSampler, EventLoop, VllmSampler
-from rlkit.backends.vllm._server import Adapter, Check, Server, VllmProcess, begin, free_port, server_options
-from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
-from rlkit.futures import Future
+from rlkit.backends.samplers import LoraAdapter, TrainedPolicy
+from rlkit.backends.vllm._client import (
+    Json,
+    ModelMissing,
+    ServerLost,
+    VllmClient,
+    read_samples,
+    read_scores,
+    sample_request,
+    score_request,
+    submit,
+)
+from rlkit.backends.vllm._sampler import PROBE, VllmSampler, check_logprobs_mode, distance
+from rlkit.backends.vllm.settings import VARIABLES, server_options, start_server
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
+from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
     from rlkit.backends.vllm.settings import Vllm
 
 __all__ = ["VllmEngine", "open_engine"]
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
 _KEPT = 2  # versions that stay loaded, whoever samples from them
-_VARIABLES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # that every server needs
 _STRENGTHS = (0.03, 0.1, 0.3, 1.0)  # of the trial's adapter relative to the weights, about
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
+_LENGTH = 24  # tokens of the probe's text
+_DRAWN = SamplingParams(max_tokens=8, temperature=0.7, stop=())  # of the probe's sample
+_START, _LISTENS = 900.0, 10.0  # seconds until a server answers that is started here, or that runs
+_ATTEMPTS = 2  # of one request at one server: a connection that was kept may be closed just when it is used
+_AVOIDED = 30.0  # seconds without requests, after a server was lost, while there is another
+_GRACE = 10.0  # seconds between asking a server to end and ending it
 
 
-@attrs.frozen(eq=False)
-class _Policy:
-    """A version, or the base model, on all servers."""
+@attrs.define(eq=False)
+class Server:
+    """One server.
+
+    Attributes:
+        client: asks it.
+        ended: of one that rlkit started, how it ended.
+        base: its name of the base model.
+        busy: requests that it has.
+        lost: when it was lost, by ``time.monotonic``; None: it answers, as far as is known.
+        lock: held while it gets what a server that came back lacks.
+    """
+
+    client: VllmClient
+    ended: concurrent.futures.Future[ProgramResult] | None = None
+    base: str = ""
+    busy: int = 0
+    lost: float | None = None
+    lock: asyncio.Lock = attrs.field(factory=asyncio.Lock)
+
+    @property
+    def avoided(self) -> bool:
+        """Return whether others are asked first."""
+        return self.lost is not None and time.monotonic() - self.lost < _AVOIDED
+
+    async def wait_until_ready(self, within: float) -> None:
+        """Wait until it answers, and says that it works.
+
+        Raises:
+            ConfigError: the program ended.
+            ServerLost: it does not listen, or is not ready, in time.
+            BackendTimeout: it listens, and is silent.
+        """
+        end = time.monotonic() + within
+        while True:
+            try:
+                return await self.client.check_health(min(5.0, within))
+            except (ServerLost, BackendTimeout) as error:
+                if self.ended is not None and self.ended.done():
+                    raise _explain_end(self.ended) from error
+                if time.monotonic() > end:
+                    raise type(error)(f"{error}; waited {within:g} s") from error
+            await asyncio.sleep(0.2)
+
+
+@attrs.define(eq=False, weakref_slot=True)
+class ServedPolicy:
+    """A version of the policy, or the base model, on all servers, which have it as long as somebody holds this.
+
+    Attributes:
+        engine: whose servers.
+        expected: float32 [T], the trainer's logprobs of the probe's text, for a server that came back.
+        model: what requests call it; never used twice, since servers keep what they computed by it. None: the base.
+        folder: where its files are: a server that came back reads them again.
+        version: optimizer steps that the policy had taken.
+    """
 
     engine: VllmEngine
-    adapter: Adapter | None
+    expected: np.ndarray
+    model: str | None = None
+    folder: Path | None = None
+    version: int = 0
 
     @property
     def name(self) -> str:
-        what = "the base model" if self.adapter is None else f"version {self.adapter.version}"
+        """See ``Served``."""
+        what = "the base model" if self.model is None else f"version {self.version}"
         return f"{what} at {', '.join(server.client.url for server in self.engine.servers)}"
 
     async def generate(self, body: Json) -> Json:
-        asked = {**body, "model": self.engine.base if self.adapter is None else self.adapter.name}
-        hung: list[Server] = []
+        """See ``Served``: asked of the server with the least to do, and of others where it is lost.
+
+        Raises:
+            ServerLost: no server answers.
+            BackendTimeout: those that are left do not answer in time.
+        """
+        attempts = Counter[Server]()
         while True:
-            server = self.engine.next_server(hung)
+            server = min(self.engine.servers, key=lambda each: (attempts[each], each.avoided, each.busy))
             try:
-                return await server.generate(asked)
-            except ServerLost:  # asked again: elsewhere, or there when it is back
-                _log.warning("%s was lost; its requests are sent again", server.client.url)
-            except BackendTimeout:
-                hung.append(server)
-                if all(server.gone is not None or server in hung for server in self.engine.servers):
-                    raise
+                return await self.engine.ask(server, self, body)
+            except (ServerLost, BackendTimeout) as error:
+                server.lost = time.monotonic()
+                attempts[server] += _ATTEMPTS if isinstance(error, BackendTimeout) else 1
+                if min(attempts[each] for each in self.engine.servers) >= _ATTEMPTS:
+                    if server.ended is None or not server.ended.done():
+                        raise
+                    raise ServerLost(f"{error}; {_explain_end(server.ended)}") from error
+                _log.warning("%s; the request is sent again", error)
 
 
 class VllmEngine:
@@ -85,35 +163,38 @@ class VllmEngine:
 
     def __init__(self, settings: Vllm, trained: TrainedPolicy) -> None:
         self._trained = trained
-        self._loop = EventLoop("rlkit-vllm")
-        self._folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=settings.folder))
-        self._run, self._count = secrets.token_hex(4), 0
-        self._recent: OrderedDict[int, Adapter] = OrderedDict()
-        self._loaded: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
-        self.base = "base"
-        self.servers: list[Server] = []
-        self._end = weakref.finalize(self, _end, self._loop, self.servers, self._folder)
-        lora = trained.lora
-        tolerance = settings.tolerance or _TOLERANCE.get(trained.dtype, _TOLERANCE["bfloat16"])
-        self._probe = Probe(
-            trained.logprobs, trained.tokenizer, tolerance, scale=lora.alpha / lora.rank, rank=lora.rank
+        self._parent = tempfile.TemporaryDirectory(
+            prefix="rlkit-vllm-", dir=settings.folder, ignore_cleanup_errors=True
         )
+        self._run, self._count = secrets.token_hex(4), 0
+        self._recent: deque[ServedPolicy] = deque(maxlen=_KEPT)
+        self._loaded: weakref.WeakValueDictionary[int, ServedPolicy] = weakref.WeakValueDictionary()
+        self._dropped: deque[tuple[str, Path]] = deque()  # adapters from which no one samples any more
+        self._tokens = trained.tokenizer.encode(PROBE)[:_LENGTH]
+        self._tolerance = settings.tolerance or _TOLERANCE.get(trained.dtype, _TOLERANCE["bfloat16"])
+        self._earlier: tuple[str, np.ndarray] | None = None
+        self._program: Program | None = None
+        self.servers: list[Server] = []
         try:
-            self.servers += _servers(settings, trained, self.base, self._check)
-            self.max_length, self._scored = self._begin()
-            self._expected = self._probe.expected(0.0)
-            for server in self.servers:
-                self._compare(server, self.base, 0, scale=0.0)
+            client = partial(VllmClient, deadline=settings.deadline)
+            self.servers = [Server(client(url, key=settings.key)) for url in settings.urls]
+            if not self.servers:
+                self._program, url, key = start_server(settings, trained, grace=_GRACE)
+                weakref.finalize(self, self._program.kill)
+                self.servers = [Server(client(url, key=key), self._program.start())]
+            self._begin(settings.start or (_LISTENS if settings.urls else _START))
+            self._base = ServedPolicy(self, self._trained.logprobs(self._tokens, 1.0, 0.0))
+            self._compare(self._base, self.servers)
         except BaseException:
             self.close()
             raise
 
     def load_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Write it into a folder, have all servers load it, and compare a few of its logprobs with the trainer's."""
-        loaded = self._load(adapter, version)
-        self._loaded[version] = self._recent[version] = loaded
-        while len(self._recent) > _KEPT:
-            self._recent.popitem(last=False)
+        policy = self._load(adapter, version)
+        self._loaded[version] = policy
+        self._recent.append(policy)
+        self._earlier = f"version {version}'s: the server does not use the new adapter", policy.expected
 
     def try_adapter(self, adapter: LoraAdapter) -> bool:
         """Do the same with one that is forgotten at once; called while the trainer's own is that one, too.
@@ -121,133 +202,187 @@ class VllmEngine:
         Returns:
             False: nothing was done, since it changes too little to be told from the base model.
         """
-        if self._probe.is_telling:
-            self._load(adapter, 0)
-            return True
-        return False
+        if distance(self._trained.logprobs(self._tokens), self._base.expected) <= 10 * self._tolerance:
+            return False
+        self._load(adapter, 0)
+        return True
 
     def sampler(self, version: int) -> Sampler | None:
         """Return a sampler of that version while servers have it."""
-        adapter = self._loaded.get(version)
-        return None if adapter is None else self._sampler(adapter, version)
-
-    def live_sampler(
-        self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
-    ) -> SuccessiveSampler | None:
-        """See ``LiveEngine``; None where a server cannot abort requests, as without ``--enable-scale-out``."""
-        try:
-            self._do(*(server.client.abort("") for server in self.servers))
-        except (BackendError, UnsupportedError):  # it has no such endpoint, or is not there to ask
-            return None
-        return ContinuingSampler(first, update, loop=self._loop, abort=self._abort)
-
-    async def _abort(self, request: str) -> None:
-        with contextlib.suppress(BackendError):  # of a server that is gone
-            await asyncio.gather(*(server.client.abort(request) for server in self.servers if server.up))
+        policy = self._loaded.get(version)
+        return None if policy is None else self._sampler(policy)
 
     def base_sampler(self) -> Sampler:
         """Return a sampler of the base model."""
-        return self._sampler(None, 0)
+        return self._sampler(self._base)
 
     def close(self) -> None:
-        """End the servers that it started, and forget the adapters. May be called twice."""
-        self._end()
+        """End the server that it started, or have those of others forget the adapters. May be called twice."""
+        if self._program is not None:
+            self._program.kill()
+        with contextlib.suppress(RlkitError, TimeoutError):
+            submit(self._end()).result(5.0)
+        self._parent.cleanup()
+        if self.servers and self.servers[0].ended is not None:
+            concurrent.futures.wait([self.servers[0].ended], _GRACE + 5.0)
 
-    def _sampler(self, adapter: Adapter | None, version: int) -> VllmSampler:
-        return VllmSampler(
-            _Policy(self, adapter),
-            self._loop,
-            tokenizer=self._trained.tokenizer,
-            max_length=self.max_length,
-            scored=self._scored,
-            version=version,
-            seeds=self._trained.seeds,
-        )
-
-    def _begin(self) -> tuple[int, int]:
-        """Start all servers; return the longest sample, and the longest text that they score."""
-        lengths = []
-        try:
-            served = self._loop.submit(begin(self.servers)).result()
-        except Unreachable as error:
-            raise BackendError(f"connect(sampler): {error}. {_remedy(self._trained)}") from error
-        for server, models in zip(self.servers, served, strict=True):
-            model = named_model(models, None, server.client.url)
-            if server is self.servers[0]:
-                self.base = model.name
-            elif model.name != self.base:
-                raise ConfigError(f"{server.client.url}: serves {model.name!r}, but another server {self.base!r}")
-            lengths.append(longest(model, self._trained.max_length))
-            tokens = self._do(*(server.client.encode(model, text) for text in TEXTS))
-            other = different_tokenizer(self._trained.tokenizer, TEXTS, tokens)
-            if other:
-                raise ConfigError(f"{server.client.url}: {other}; serve the model that is trained")
-        return min(length for length, _ in lengths), min(scored for _, scored in lengths)
-
-    def next_server(self, without: Sequence[Server] = ()) -> Server:
-        """Return the server that is asked next: of those that are up the one that has least to do.
+    async def ask(self, server: Server, policy: ServedPolicy, body: Json) -> Json:
+        """Return the answer of one server; one that was lost is checked before, and given the adapter where it lacks.
 
         Raises:
-            BackendError: all are gone.
+            ServerLost, BackendTimeout: it is gone, or hangs.
+            BackendError: it refuses, or came back with another model.
         """
-        left = [server for server in self.servers if server.gone is None and server not in without]
-        if not left:
-            raise next(server.gone for server in self.servers if server.gone is not None)
-        return min(left, key=lambda server: (not server.up, server.busy))
-
-    def _load(self, adapter: LoraAdapter, version: int) -> Adapter:
-        name = f"rlkit-{self._run}-{self._count}-version-{version}"
-        self._count += 1
-        folder = self._folder / name
-        adapter.save(folder)
-        loaded = Adapter(name, folder, version, self._probe.expected())
-        weakref.finalize(loaded, _forget, self._loop, self.servers, name, folder)
-        for server in self._do(self._load_everywhere(loaded))[0]:
-            self._compare(server, name, version)
-        return loaded
-
-    async def _load_everywhere(self, adapter: Adapter) -> list[Server]:
-        """Return the servers that have it now; one that is coming back gets it then, and one at least has it."""
-        while True:
-            waited = self.next_server()
-            if not waited.up:
-                with contextlib.suppress(ServerLost):
-                    await waited.wait_done()
-                continue
-            up = [server for server in self.servers if server.up]
-            for server in self.servers:
-                server.expect(adapter)
-            results = await asyncio.gather(*(server.load(adapter) for server in up), return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException) and not isinstance(result, (ServerLost, BackendTimeout)):
-                    raise result
-            done = [server for server, result in zip(up, results, strict=True) if result is None]
-            if done:
-                return done
-
-    async def _check(self, server: Server, adapters: Sequence[Adapter]) -> None:
-        for name, expected in [(each.name, each.expected) for each in adapters] or [(self.base, self._expected)]:
-            # By the client: what the server is asked for waits until this check is over.
-            ask = partial(_ask, server.client.generate, name)
-            await self._probe.recheck(ask, f"{name} at {server.client.url}", expected)
-
-    def _compare(self, server: Server, model: str, version: int, scale: float = 1.0) -> None:
-        where = f"{model} at {server.client.url}"
+        server.busy += 1
+        request = {**body, "model": policy.model or server.base}
         try:
-            (seen,) = self._do(self._probe.look(partial(_ask, server.generate, model), where, version))
-        except ServerLost:  # it is checked when it comes back
-            return
-        except BackendTimeout:  # likewise, and others sample meanwhile
-            if any(other.up for other in self.servers):
-                return
-            raise
-        self._probe.check(where, seen, version, scale)
+            if server.lost is not None:
+                async with server.lock:
+                    if server.lost is not None:
+                        await self._recheck(server, self._base)
+                        server.lost = None
+            try:
+                return await server.client.generate(request)
+            except ModelMissing:
+                async with server.lock:
+                    if policy.model not in {model.name for model in await server.client.models()}:
+                        await self._add(server, policy)
+                        await self._recheck(server, policy)
+                return await server.client.generate(request)
+        finally:
+            server.busy -= 1
 
-    def _do(self, *work: Coroutine[object, object, T]) -> list[T]:
-        async def together() -> list[T]:
-            return await asyncio.gather(*work)
+    def _sampler(self, policy: ServedPolicy) -> VllmSampler:
+        trained = self._trained
+        lengths = {"max_length": self.max_length, "scored": self._scored}
+        return VllmSampler(policy, tokenizer=trained.tokenizer, version=policy.version, seeds=trained.seeds, **lengths)
 
-        return self._loop.submit(together()).result()
+    def _begin(self, within: float) -> None:
+        """Wait for all servers; find out how long their sequences are, and whether they have the tokenizer."""
+
+        async def wait() -> list[BaseException | None]:
+            ready = (server.wait_until_ready(within) for server in self.servers)
+            return await asyncio.gather(*ready, return_exceptions=True)
+
+        failed = [error for error in submit(wait()).result() if error is not None]
+        absent = [str(error) for error in failed if isinstance(error, (ServerLost, BackendTimeout))]
+        if len(absent) < len(failed):
+            raise next(error for error in failed if not isinstance(error, (ServerLost, BackendTimeout)))
+        if absent:
+            remedy = f". {_describe_start(self._trained)}" if self._program is None else self._quote()
+            raise BackendError(f"connect(sampler): {'; '.join(absent)}{remedy}")
+        lengths = []
+        for server in self.servers:
+            model = submit(server.client.find_model(None)).result()
+            server.base = model.name
+            submit(server.client.check_tokenizer(model, self._trained.tokenizer)).result()
+            lengths.append(model.lengths(self._trained.max_length))
+        self.max_length, self._scored = min(longest for longest, _ in lengths), min(scored for _, scored in lengths)
+
+    def _load(self, adapter: LoraAdapter, version: int) -> ServedPolicy:
+        model = f"rlkit-{self._run}-{self._count}-version-{version}"
+        self._count += 1
+        folder = Path(self._parent.name, model)
+        adapter.save(folder)
+        policy = ServedPolicy(self, self._trained.logprobs(self._tokens), model, folder, version)
+        weakref.finalize(policy, self._dropped.append, (model, folder)).atexit = False
+        self._compare(policy, submit(self._add_everywhere(policy)).result())
+        return policy
+
+    async def _add_everywhere(self, policy: ServedPolicy) -> list[Server]:
+        """Have all servers load an adapter, and unload those that were dropped; return the servers that did."""
+        while self._dropped:
+            model, folder = self._dropped.popleft()
+            await asyncio.gather(*(server.client.unload_adapter(model) for server in self.servers))
+            shutil.rmtree(folder, ignore_errors=True)
+        servers = [server for server in self.servers if not server.avoided] or self.servers
+        results = await asyncio.gather(*(self._add(server, policy) for server in servers), return_exceptions=True)
+        done, error = [], None
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, (ServerLost, BackendTimeout)):
+                server.lost, error = time.monotonic(), result
+            elif result is not None:
+                raise result
+            else:
+                done.append(server)
+        if not done and error is not None:
+            raise error
+        return done
+
+    async def _add(self, server: Server, policy: ServedPolicy) -> None:
+        if policy.model is not None:
+            await server.client.load_adapter(policy.model, str(policy.folder))
+
+    async def _recheck(self, server: Server, policy: ServedPolicy) -> None:
+        """Raise ServerLost unless a server that came back has the policy; the trainer may have gone on."""
+        model = policy.model or server.base
+        where = f"{model} at {server.client.url}, which came back"
+
+        async def ask(body: Json) -> Json:
+            return await server.client.generate({**body, "model": model})
+
+        try:
+            scored = read_scores(await ask(score_request(self._tokens, 0)), where, self._tokens, 0)[0]
+            await check_logprobs_mode(ask, where, self._tokens, self._trained.tokenizer)
+        except BackendError as error:
+            raise ServerLost(str(error)) from error
+        off = distance(scored, policy.expected)
+        if not off <= self._tolerance:
+            what = f"its logprobs differ from the trainer's by {off:.2g} nats on average"
+            raise ServerLost(f"{where}: {what}: its base model or its options changed")
+
+    def _compare(self, policy: ServedPolicy, servers: Sequence[Server]) -> None:
+        """Raise BackendError unless the logprobs of a text, and of what a server samples, are the trainer's.
+
+        Called where the trainer computes, while its weights are the policy's.
+        """
+        scale, tolerance = float(policy.model is not None), self._tolerance
+        drawn = sample_request(self._tokens, _DRAWN, 1, policy.version, _DRAWN.max_tokens, self._trained.tokenizer)
+        for server in servers:
+            where = f"{policy.model or server.base} at {server.client.url}"
+            try:
+                answers = [submit(self.ask(server, policy, body)) for body in (score_request(self._tokens, 0), drawn)]
+                scored, sampled = (answer.result() for answer in answers)
+            except (ServerLost, BackendTimeout):  # it is checked when it comes back, and others sample meanwhile
+                server.lost = time.monotonic()
+                if all(other.avoided for other in self.servers):
+                    raise
+                continue
+            logprobs = read_scores(scored, where, self._tokens, 0)[0]
+            off = distance(logprobs, policy.expected)
+            if not off <= tolerance:
+                found = f"its logprobs differ from the trainer's by {off:.2g} nats on average"
+                raise BackendError(f"{where}: {found}{self._find_likeness(logprobs, off, policy)}")
+            vocabulary = self._trained.tokenizer.vocab_size
+            (sample,) = read_samples(sampled, where, self._tokens, _DRAWN, 1, policy.version, vocabulary)
+            text, n = np.concatenate([self._tokens, sample.tokens]), sample.tokens.size
+            off = distance(sample.logprobs, self._trained.logprobs(text, _DRAWN.temperature, scale)[-n:])
+            if not off <= tolerance:
+                found = f"the logprobs of tokens sampled at temperature {_DRAWN.temperature} differ by {off:.2g} nats"
+                remedy = "start the server with --logprobs-mode processed_logprobs"
+                raise BackendError(f"{where}: {found}: they do not belong to the sampled distribution; {remedy}")
+
+    def _find_likeness(self, logprobs: np.ndarray, off: float, policy: ServedPolicy) -> str:
+        """Return what the logprobs of a server resemble that are not the trainer's."""
+        if policy.model is not None:
+            known = [("the base model's: the server does not use the adapter", self._base.expected)]
+            for what, values in known + ([self._earlier] if self._earlier else []):
+                if distance(logprobs, values) <= max(off / 10, self._tolerance):
+                    return f", and equal {what}"
+        limit = f"Vllm(tolerance=) sets the limit ({self._tolerance:g})"
+        return f": its base model, dtype, numerics, or the adapter's scale differ; {limit}"
+
+    def _quote(self) -> str:
+        written = "" if self._program is None else self._program.written[-1500:]
+        return f"; the end of its log:\n{written}" if written else ""
+
+    async def _end(self) -> None:
+        if self._program is None:
+            names = [model for model, _ in self._dropped]
+            names += [policy.model for policy in list(self._loaded.values()) if policy.model]
+            up = [server for server in self.servers if server.lost is None]
+            await asyncio.gather(*(server.client.unload_adapter(name) for server in up for name in names))
+        await asyncio.gather(*(server.client.close() for server in self.servers))
 
 
 def open_engine(settings: Vllm, policy: TrainedPolicy) -> VllmEngine:
@@ -275,51 +410,23 @@ def open_engine(settings: Vllm, policy: TrainedPolicy) -> VllmEngine:
     return engine
 
 
-def _remedy(trained: TrainedPolicy) -> str:
+def _describe_start(trained: TrainedPolicy) -> str:
     """Return the remedy where nothing listens."""
-    shape = (trained.dtype, trained.lora, trained.modules, trained.max_length)
-    options = server_options(*shape, device=trained.device)
-    variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
+    variables = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
     return (
-        f"Start one there: {variables} vllm serve {shlex.join([trained.model, *options])} --port PORT; or let "
-        "rlkit start one: sampler='vllm'; to wait for a server that is still starting, use "
+        f"Start one there: {variables} vllm serve {shlex.join([trained.model, *server_options(trained)])} --port PORT; "
+        "or let rlkit start one: sampler='vllm'; to wait for a server that is still starting, use "
         "sampler=Vllm(urls=[...], start=SECONDS)"
     )
 
 
-async def _ask(generate: Ask, model: str, body: Json) -> Json:
-    return await generate({**body, "model": model})
-
-
-def _servers(settings: Vllm, trained: TrainedPolicy, base: str, check: Check) -> list[Server]:
-    make = partial(Server, start=settings.start, restarts=settings.restarts, check=check)
-    if settings.urls:
-        return [make(VllmClient(url, key=settings.key, deadline=settings.deadline), None) for url in settings.urls]
-    key, port = secrets.token_hex(16), free_port()
-    placed, variables = place_server(trained.device, settings.memory, settings.devices)
-    shape = (trained.model, trained.dtype, trained.lora, trained.modules, trained.max_length)
-    command = settings.command(*shape, base, placed, device=trained.device)
-    environment = _VARIABLES | {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": key} | variables
-    environment |= settings.environment
-    process = VllmProcess([*command, "--host", "127.0.0.1", "--port", str(port)], environment)
-    client = VllmClient(f"http://127.0.0.1:{port}", key=key, deadline=settings.deadline)
-    return [make(client, process)]
-
-
-def _forget(loop: EventLoop, servers: Sequence[Server], name: str, folder: Path) -> None:
-    """Unload an adapter from which no one samples any more; called by whatever thread collects garbage."""
-
-    async def unload() -> None:
-        await asyncio.gather(*(server.unload(name) for server in servers))
-        shutil.rmtree(folder, ignore_errors=True)
-
-    loop.soon(lambda: loop.keep(unload()))
-
-
-def _end(loop: EventLoop, servers: Sequence[Server], folder: Path) -> None:
-    async def end() -> None:
-        await asyncio.gather(*(server.end() for server in servers), return_exceptions=True)
-
-    loop.at_end.append(end)
-    loop.close()
-    shutil.rmtree(folder, ignore_errors=True)
+def _explain_end(ended: concurrent.futures.Future[ProgramResult]) -> ConfigError:
+    """Return why a server that rlkit started has ended."""
+    if (error := ended.exception()) is not None:
+        return ConfigError(f"sampler='vllm': {error}")
+    log = f"{ended.result().stdout}\n{ended.result().stderr}"
+    lines = [line.strip() for line in log.splitlines() if "Error" in line]
+    unable = [line for line in lines if "not support" in line]  # a model class, or adapters on it
+    why = [*unable, *lines, log[-300:]][0]
+    remedy = "omit sampler=, so that this process samples" if unable else "see its arguments= and environment="
+    return ConfigError(f"sampler='vllm': the server ended with status {ended.result().code}: {why[-400:]}; {remedy}")

@@ -18,6 +18,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlkit.backends.samplers import TrainedPolicy
+
+
+def described(model, lora, modules=("q_proj", "v_proj")):
+    """A trainer's description of a policy of 128 tokens on a CPU, as far as starting a server reads it."""
+    rest = dict.fromkeys(("tokenizer", "seeds", "logprobs", "trial"))
+    return TrainedPolicy(
+        model=model, dtype="float32", device="cpu", lora=lora, modules=modules, head=False, max_length=128, **rest
+    )
+
+
 LOADING = threading.Lock()  # while it loads, transformers changes how all threads make tensors
 
 
@@ -33,13 +44,11 @@ class Standin:
             scores prompts by the base model).
         loaded: adapters, by name.
         log: the paths that were asked for.
-        aborted: ids of requests that are to end; "deaf" among the faults: it was started without --enable-scale-out.
     """
 
     def __init__(self, model, name="base", max_length=129):
         self.path, self.base, self.max_length = model, name, max_length
         self.faults, self.log, self.loaded = set(), [], {}
-        self.aborted = set()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.models = {name: self._read()}
         self.released = threading.Event()
@@ -83,11 +92,8 @@ class Standin:
                 rows.append({str(token): {"logprob": float(logprobs[i, token]), "rank": 1, "decoded_token": "?"}})
         choices = []
         for index in range(body.get("n", 1)):
-            rng, tokens, values, ended = np.random.default_rng(body.get("seed", 0) + index), [], [], "length"
+            rng, tokens, values = np.random.default_rng(body.get("seed", 0) + index), [], []
             for _ in range(body["max_tokens"]):
-                if f"cmpl-{body.get('request_id')}-0" in self.aborted:
-                    ended = "abort"
-                    break
                 logits = self.logits(body["model"], prompt + tokens)[-1].double()
                 drawn = (logits / (body.get("temperature", 1.0) or 1.0)).log_softmax(-1).numpy()
                 token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
@@ -98,7 +104,7 @@ class Standin:
                 said = 20 + said if "logits" in self.faults else said
                 tokens.append(token)
                 values.append(float(said[token]))
-            choice = {"index": index, "text": self.tokenizer.decode(tokens), "finish_reason": ended}
+            choice = {"index": index, "text": self.tokenizer.decode(tokens), "finish_reason": "length"}
             if body.get("logprobs") is not None:
                 choice["logprobs"] = {"token_logprobs": values, "tokens": ["?"] * len(tokens), "top_logprobs": []}
             if "openai" not in self.faults:
@@ -127,18 +133,12 @@ class Standin:
         if path == "/v1/unload_lora_adapter":
             self.models.pop(body["lora_name"], None)
             return (200, {}) if self.loaded.pop(body["lora_name"], None) else (404, {})
-        if path == "/inference/v1/abort_requests":
-            if "deaf" in self.faults:
-                what = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-                return 403, {"error": {"message": what, "type": "PermissionDeniedError", "code": 403}}
-            self.aborted.update(body["request_ids"])
-            return 200, {}
         if path != "/v1/completions":
             return 404, {"detail": "Not Found"}
         if "hang" in self.faults:
             self.released.wait()
         if "slow" in self.faults:
-            time.sleep(2)
+            time.sleep(1)
         with self._lock:
             return self.complete(body)
 
