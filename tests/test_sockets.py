@@ -25,8 +25,7 @@ PLACES = {
     "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
     "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
     "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",
-    "rlkit/backends/vllm/_server.py": "it looks for a free port of loopback",
-    "rlkit/backends/vllm/_engine.py": "vLLM",
+    "rlkit/backends/vllm/settings.py": "it looks for a free port of loopback, for vLLM",
 }
 LISTENS = (
     r"create_server\(|\.bind\(\(|\.listen\(|TCPStore\(|start_server\(|uvicorn\.(run|Server)|HTTPServer\(|"

@@ -38,6 +38,7 @@ from rlkit.backends.vllm._client import (
 from rlkit.backends.vllm._sampler import PROBE, VllmSampler, check_logprobs_mode, distance
 from rlkit.backends.vllm.settings import VARIABLES, server_options, start_server
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
+from rlkit.futures import wait_done
 from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _DRAWN = SamplingParams(max_tokens=8, temperature=0.7, stop=())  # of the probe'
 _START, _LISTENS = 900.0, 10.0  # seconds until a server answers that is started here, or that runs
 _ATTEMPTS = 2  # of one request at one server: a connection that was kept may be closed just when it is used
 _AVOIDED = 30.0  # seconds without requests, after a server was lost, while there is another
+_ENDS = 3.0  # seconds in which it is noticed that the program of a lost server has ended
 _GRACE = 10.0  # seconds between asking a server to end and ending it
 
 
@@ -143,9 +145,9 @@ class ServedPolicy:
                 server.lost = time.monotonic()
                 attempts[server] += _ATTEMPTS if isinstance(error, BackendTimeout) else 1
                 if min(attempts[each] for each in self.engine.servers) >= _ATTEMPTS:
-                    if server.ended is None or not server.ended.done():
-                        raise
-                    raise ServerLost(f"{error}; {_explain_end(server.ended)}") from error
+                    if server.ended is not None and await wait_done(server.ended, _ENDS):
+                        raise ServerLost(f"{error}; {_explain_end(server.ended)}") from error
+                    raise
                 _log.warning("%s; the request is sent again", error)
 
 
