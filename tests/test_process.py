@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,11 +49,10 @@ def wait_for(file):
 def killed_when_heard(code, *, heard, **options):
     """How a program ended that is killed once it has come to the line UP."""
     made = program(code.replace("UP", f"open({str(heard)!r}, 'w').close()"), **options)
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(made.run)
-        wait_for(heard)
-        made.kill()
-        return ended.result(60)
+    ended = made.start()
+    wait_for(heard)
+    made.kill()
+    return ended.result(60)
 
 
 READS = "import sys; print(len(sys.stdin.read()), 'ä'); print('oh', file=sys.stderr)"
@@ -85,6 +83,18 @@ def test_what_is_in_the_pipes_when_it_has_ended(monkeypatch):
     monkeypatch.setattr(_process, "_read", lambda *args: time.sleep(0.2) or read(*args))
     ended = program("import sys; print('out'); print('err', file=sys.stderr)").run()
     assert (ended.stdout, ended.stderr) == ("out\n", "err\n")
+
+
+def test_what_was_written_so_far():
+    """By both outputs, while it runs; of each the end."""
+    code = "import sys, time\nfor x in (sys.stderr, sys.stdout): print('x' * 99, 'up', file=x, flush=True)\n"
+    made = program(f"{code}time.sleep(600)", keep=5)
+    ended = made.start()
+    while made.written != "x up\n\nx up\n":
+        time.sleep(0.01)
+    assert not ended.done()
+    made.kill()
+    assert ended.result(60).code == -15
 
 
 def test_a_flood_is_ended(tmp_path):
@@ -143,6 +153,8 @@ def test_what_cannot_be_started(tmp_path):
     command = [str(tmp_path / "nothing")]
     with pytest.raises(EnvError, match="could not be started"):
         Program(command, environment={}).run()
+    with pytest.raises(EnvError, match="could not be started"):
+        Program(command, environment={}).start().result(60)
     with pytest.raises(OSError, match="nothing"):
         Child(command, environment={})
 
