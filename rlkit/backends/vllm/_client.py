@@ -209,13 +209,24 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a child has no such thread
+_opening = threading.RLock()  # one loop, whichever thread asks first
 
 
 def submit(work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
     """Run requests in the loop of all clients; cancelling the future cancels them."""
-    return asyncio.run_coroutine_threadsafe(work, _event_loop())
+    with _opening:
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(work, loop)
+
+
+def _after_fork() -> None:
+    global _opening  # noqa: PLW0603  # somebody may have held it
+    _opening = threading.RLock()
+    _event_loop.cache_clear()  # a child has no such thread
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @attrs.frozen
@@ -362,6 +373,8 @@ class VllmClient:
 
     async def close(self) -> None:
         """Cancel its requests, and close its connections."""
+        if os.getpid() != self._process:  # its loop's selector is the parent's, too
+            return
         http, self._http = self._http, None
         for task in self._running:
             if task is not None:

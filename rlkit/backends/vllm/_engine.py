@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import secrets
 import shlex
 import shutil
@@ -165,9 +166,8 @@ class VllmEngine:
 
     def __init__(self, settings: Vllm, trained: TrainedPolicy) -> None:
         self._trained = trained
-        self._parent = tempfile.TemporaryDirectory(
-            prefix="rlkit-vllm-", dir=settings.folder, ignore_cleanup_errors=True
-        )
+        self._folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=settings.folder))
+        self._process = os.getpid()
         self._run, self._count = secrets.token_hex(4), 0
         self._recent: deque[ServedPolicy] = deque(maxlen=_KEPT)
         self._loaded: weakref.WeakValueDictionary[int, ServedPolicy] = weakref.WeakValueDictionary()
@@ -182,8 +182,8 @@ class VllmEngine:
             self.servers = [Server(client(url, key=settings.key)) for url in settings.urls]
             if not self.servers:
                 self._program, url, key = start_server(settings, trained, grace=_GRACE)
-                weakref.finalize(self, self._program.kill)
                 self.servers = [Server(client(url, key=key), self._program.start())]
+            weakref.finalize(self, _clean_up, self._program, self._folder, self._process)
             self._begin(settings.start or (_LISTENS if settings.urls else _START))
             self._base = ServedPolicy(self, self._trained.logprobs(self._tokens, 1.0, 0.0))
             self._compare(self._base, self.servers)
@@ -220,11 +220,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the server that it started, or have those of others forget the adapters. May be called twice."""
-        if self._program is not None:
-            self._program.kill()
-        with contextlib.suppress(RlkitError, TimeoutError):
-            submit(self._end()).result(5.0)
-        self._parent.cleanup()
+        if os.getpid() == self._process:
+            with contextlib.suppress(RlkitError, TimeoutError):
+                submit(self._end()).result(5.0)
+        _clean_up(self._program, self._folder, self._process)
         if self.servers and self.servers[0].ended is not None:
             concurrent.futures.wait([self.servers[0].ended], _GRACE + 5.0)
 
@@ -284,7 +283,7 @@ class VllmEngine:
     def _load(self, adapter: LoraAdapter, version: int) -> ServedPolicy:
         model = f"rlkit-{self._run}-{self._count}-version-{version}"
         self._count += 1
-        folder = Path(self._parent.name, model)
+        folder = self._folder / model
         adapter.save(folder)
         policy = ServedPolicy(self, self._trained.logprobs(self._tokens), model, folder, version)
         weakref.finalize(policy, self._dropped.append, (model, folder)).atexit = False
@@ -410,6 +409,13 @@ def open_engine(settings: Vllm, policy: TrainedPolicy) -> VllmEngine:
         engine.close()
         raise
     return engine
+
+
+def _clean_up(program: Program | None, folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not a fork of it
+        if program is not None:
+            program.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _describe_start(trained: TrainedPolicy) -> str:
