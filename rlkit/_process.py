@@ -94,6 +94,7 @@ class Program:
         folder: its working directory; None: this process's.
         keep: bytes kept of each of its outputs, >= 1.
         grace: seconds between SIGTERM and SIGKILL.
+        ending: a command that is run where this process is gone before the program has ended: it removes a folder, say.
     """
 
     _arguments: Sequence[str]
@@ -102,6 +103,7 @@ class Program:
     _folder: str | None = attrs.field(default=None, kw_only=True)
     _keep: int = attrs.field(default=1_000_000, kw_only=True)
     _grace: float = attrs.field(default=2.0, kw_only=True)
+    _ending: Sequence[str] = attrs.field(default=(), kw_only=True)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
     _killed: bool = attrs.field(default=False, init=False)
@@ -167,8 +169,9 @@ class Program:
             if self._killed:
                 raise EnvError(f"{describe_command(self._arguments)!r}: was stopped before it started")
             try:
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
                 self._process = _start_group(
-                    self._arguments, self._environment, self._folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    self._arguments, self._environment, self._folder, **pipes, ending=self._ending
                 )
             except (OSError, ValueError) as error:
                 raise EnvError(f"{describe_command(self._arguments)!r}: could not be started: {error}") from error
@@ -285,6 +288,7 @@ def _start_group(
     *,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
+    ending: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own session, with a pipe to its stdin, that ends with this process."""
     _orphans.prepare()
@@ -297,7 +301,7 @@ def _start_group(
         cwd=folder,
         start_new_session=True,
     )
-    _orphans.adopt(process.pid)
+    _orphans.adopt(process.pid, ending=ending)
     return process
 
 

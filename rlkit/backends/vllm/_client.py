@@ -7,8 +7,10 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import re
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -31,6 +33,7 @@ __all__ = [
     "ModelMissing",
     "ServerLost",
     "VllmClient",
+    "check_key",
     "check_url",
     "read_samples",
     "read_scores",
@@ -122,6 +125,8 @@ def read_samples(
         tokens = _read_ids(choice.get("token_ids"), f"{where}: token_ids")
         if max(tokens, default=0) >= vocab_size:
             raise BackendError(f"{where}: token {max(tokens)} of another model; the tokenizer has {vocab_size} tokens")
+        if not 0 < len(tokens) <= params.max_tokens:
+            raise BackendError(f"{where}: a completion of {len(tokens)} tokens; expected 1 to {params.max_tokens}")
         listed = choice.get("logprobs")
         values = listed.get("token_logprobs") if isinstance(listed, Mapping) else None
         logprobs = [_read_logprob(value, where) for value in values] if isinstance(values, list) else []
@@ -129,11 +134,7 @@ def read_samples(
             raise BackendError(f"{where}: choice {index!r} has {len(tokens)} tokens and {len(logprobs)} logprobs")
         if reason not in ("stop", "length"):
             raise BackendError(f"{where}: a completion has the finish reason {reason!r}; expected 'stop' or 'length'")
-        if max(logprobs, default=0.0) > HIGHEST:
-            what = f"choice {index} has the logprob {max(logprobs)}, but a logprob is at most 0"
-            raise BackendError(f"{where}: {what}; start the server with --logprobs-mode processed_logprobs")
-        array = np.minimum(np.array(logprobs, np.float32), 0.0)
-        samples[index] = Sample(prompt, tokens, array, reason, **params.sampling_options, version=version)
+        samples[index] = Sample(prompt, tokens, logprobs, reason, **params.sampling_options, version=version)
     if any(sample is None for sample in samples):
         raise BackendError(f"{where}: two choices have the same index")
     return cast("list[Sample]", samples)
@@ -155,6 +156,8 @@ def read_scores(answer: Json, where: str, tokens: np.ndarray, top: int) -> tuple
         if not isinstance(row, Mapping) or not all(isinstance(entry, Mapping) for entry in row.values()):
             raise BackendError(f"{where}: prompt_logprobs[{i}] is {str(row)[:100]}; expected token ids with logprobs")
         found = {token: _read_logprob(entry.get("logprob"), where) for token, entry in row.items()}
+        if not all(token.isdecimal() for token in found):
+            raise BackendError(f"{where}: prompt_logprobs[{i}] is {str(row)[:100]}; expected token ids with logprobs")
         if str(tokens[i]) not in found:
             raise BackendError(f"{where}: prompt_logprobs[{i}] lacks token {tokens[i]} of the prompt")
         logprobs[i] = found[str(tokens[i])]
@@ -176,15 +179,16 @@ def _read_choices(answer: Json, where: str, n: int) -> list[Json]:
 
 
 def _read_ids(value: object, where: str) -> list[int]:
-    if not isinstance(value, list) or not all(isinstance(x, int) and x >= 0 for x in value):
+    if not isinstance(value, list) or not all(type(x) is int and x >= 0 for x in value):
         raise BackendError(f"{where}: is {str(value)[:100]}; expected token ids")
     return value
 
 
 def _read_logprob(value: object, where: str) -> float:
-    if not isinstance(value, (int, float)):
-        raise BackendError(f"{where}: {str(value)[:100]} is not a logprob")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e30 < value <= HIGHEST:
+        what = f"{str(value)[:100]} is not a logprob, which is a number of at most 0"
+        raise BackendError(f"{where}: {what}; start the server with --logprobs-mode processed_logprobs")
+    return min(float(value), 0.0)
 
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
@@ -252,12 +256,13 @@ class Model:
         """Return the model of a server's card; what has another type than it should counts as not said."""
         length, parent, root = card.get("max_model_len"), card.get("parent"), card.get("root")
         parent, root = (text if isinstance(text, str) else None for text in (parent, root))
-        known = length if isinstance(length, int) else None
+        known = length if type(length) is int and length > 0 else None
         return cls(str(card.get("id")), known, parent, root, least=int(card.get("owned_by") != "rlkit"))
 
     def lengths(self, limit: int) -> tuple[int, int]:
         """Return the most tokens of a sample and of a text that is scored, after which one token is sampled."""
-        return min(limit, self.max_length or limit), min(limit, (self.max_length or limit + 1) - 1)
+        most = self.max_length or limit + 1
+        return min(limit, most), min(limit, most - 1)
 
 
 class VllmClient:
@@ -268,16 +273,22 @@ class VllmClient:
         key: its API key.
         deadline: seconds that the answer to a request may take.
 
+    Attributes:
+        breaks: how often a connection broke off: there may be another process since.
+
     Raises:
         MissingPackageError: httpx is not installed.
     """
+
+    breaks = 0
 
     def __init__(self, url: str, *, key: str | None = None, deadline: float = 1800.0) -> None:
         try:
             import httpx
         except ModuleNotFoundError as error:
             raise missing("a request to a vLLM server", "httpx", "vllm") from error
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self.url = re.sub("//[^/@]*@", "//", self._root)  # without a password, for messages
         self._deadline = deadline
         self._http: httpx.AsyncClient | None = httpx.AsyncClient(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
@@ -386,7 +397,7 @@ class VllmClient:
         """Return the JSON object of an answer; {} where it is empty, or text as that of some endpoints."""
         import httpx
 
-        where, within = f"{self.url}{path}", within or self._deadline
+        where, within = f"{self.url}{path}", min(within or self._deadline, self._deadline)
         if self._http is None or os.getpid() != self._process:
             raise BackendError(f"{where}: it is closed, or was opened before this process was forked")
         connect = min(_SHORT, 0.8 * within)  # so that it is known what took so long
@@ -394,14 +405,19 @@ class VllmClient:
         try:
             async with asyncio.timeout(within):
                 limits = httpx.Timeout(within, connect=connect)
-                answer = await self._http.request(method, where, json=body, timeout=limits)
+                request = partial(self._http.request, method, f"{self._root}{path}", json=body, timeout=limits)
+                try:
+                    answer = await request()
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    self.breaks += 1  # a connection that was kept may be closed just when it is used
+                    answer = await request()
         except httpx.ConnectTimeout as error:
             what = f"{where}: the server cannot be reached: no connection within {connect:g} s"
             raise ServerLost(what) from error
         except (TimeoutError, httpx.TimeoutException) as error:
             what = f"{where}: no answer within {within:g} s; the server hangs or is overloaded"
             raise BackendTimeout(what) from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last: of a name that is none
             raise ServerLost(f"{where}: the server cannot be reached: {type(error).__name__}: {error}") from error
         finally:
             self._running.discard(task)
@@ -409,7 +425,7 @@ class VllmClient:
             raise _refusal(where, answer.status_code, answer.headers.get("Location") or answer.text)
         try:
             value = answer.json() if answer.content and path in _JSON else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise BackendError(f"{where}: answered {answer.text[:100]!r}; expected a JSON object: {_KIND}")
@@ -447,5 +463,12 @@ def check_url(where: str, url: object, expected: str = "a URL") -> None:
         good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is not a number, brackets that do not close
         good = False
-    spaced = isinstance(url, str) and any(char.isspace() for char in url)
-    _check.require(good and not spaced, where, url, expected, "such as http://127.0.0.1:8000")
+    plain = isinstance(url, str) and url.isprintable() and not any(char in " ?#" for char in url)
+    _check.require(good and plain, where, url, expected, "such as http://127.0.0.1:8000")
+
+
+def check_key(where: str, key: object) -> None:
+    """Check that an API key can be sent. Raises ConfigError: it cannot."""
+    good = key is None or (isinstance(key, str) and key.isascii() and key.isprintable() and bool(key.strip()))
+    if not good:  # and not shown
+        raise ConfigError(where, "it cannot be sent in a header", "a string of printable ASCII characters, or None")

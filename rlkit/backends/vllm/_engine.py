@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from rlkit.backends.vllm._client import (
     score_request,
     submit,
 )
-from rlkit.backends.vllm._sampler import PROBE, VllmSampler, check_logprobs_mode, distance
+from rlkit.backends.vllm._sampler import PROBE, PROBE_LENGTH, VllmSampler, check_logprobs_mode, distance
 from rlkit.backends.vllm.settings import VARIABLES, server_options, start_server
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 from rlkit.futures import wait_done
@@ -52,10 +52,8 @@ _log = logging.getLogger(__name__)
 _KEPT = 2  # versions that stay loaded, whoever samples from them
 _STRENGTHS = (0.03, 0.1, 0.3, 1.0)  # of the trial's adapter relative to the weights, about
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
-_LENGTH = 24  # tokens of the probe's text
 _DRAWN = SamplingParams(max_tokens=8, temperature=0.7, stop=())  # of the probe's sample
 _START, _LISTENS = 900.0, 10.0  # seconds until a server answers that is started here, or that runs
-_ATTEMPTS = 2  # of one request at one server: a connection that was kept may be closed just when it is used
 _AVOIDED = 30.0  # seconds without requests, after a server was lost, while there is another
 _ENDS = 3.0  # seconds in which it is noticed that the program of a lost server has ended
 _GRACE = 10.0  # seconds between asking a server to end and ending it
@@ -71,6 +69,7 @@ class Server:
         base: its name of the base model.
         busy: requests that it has.
         lost: when it was lost, by ``time.monotonic``; None: it answers, as far as is known.
+        breaks: of its client, when it was compared last.
         lock: held while it gets what a server that came back lacks.
     """
 
@@ -79,12 +78,30 @@ class Server:
     base: str = ""
     busy: int = 0
     lost: float | None = None
+    breaks: int = 0
     lock: asyncio.Lock = attrs.field(factory=asyncio.Lock)
 
     @property
     def avoided(self) -> bool:
         """Return whether others are asked first."""
         return self.lost is not None and time.monotonic() - self.lost < _AVOIDED
+
+    @property
+    def doubted(self) -> bool:
+        """Return whether there may be another process since it was compared."""
+        return self.lost is not None or self.breaks != self.client.breaks
+
+    async def explain(self, error: BackendError) -> BackendError:
+        """Return the error, with how the program ended if rlkit started it."""
+        if self.ended is not None and await wait_done(self.ended, _ENDS):
+            return ServerLost(f"{error}; {_explain_end(self.ended)}")
+        return error
+
+    def lose(self, error: BackendError) -> None:
+        """Take note that it does not answer."""
+        if self.lost is None:
+            _log.warning("%s; its requests are sent to other servers, where there are some", error)
+        self.lost = time.monotonic()
 
     async def wait_until_ready(self, within: float) -> None:
         """Wait until it answers, and says that it works.
@@ -137,19 +154,16 @@ class ServedPolicy:
             ServerLost: no server answers.
             BackendTimeout: those that are left do not answer in time.
         """
-        attempts = Counter[Server]()
+        left = list(self.engine.servers)
         while True:
-            server = min(self.engine.servers, key=lambda each: (attempts[each], each.avoided, each.busy))
+            server = min(left, key=lambda each: (each.avoided, each.busy))
+            left.remove(server)
             try:
                 return await self.engine.ask(server, self, body)
             except (ServerLost, BackendTimeout) as error:
-                server.lost = time.monotonic()
-                attempts[server] += _ATTEMPTS if isinstance(error, BackendTimeout) else 1
-                if min(attempts[each] for each in self.engine.servers) >= _ATTEMPTS:
-                    if server.ended is not None and await wait_done(server.ended, _ENDS):
-                        raise ServerLost(f"{error}; {_explain_end(server.ended)}") from error
-                    raise
-                _log.warning("%s; the request is sent again", error)
+                server.lose(error)
+                if not left:
+                    raise await server.explain(error) from error.__cause__
 
 
 class VllmEngine:
@@ -166,13 +180,17 @@ class VllmEngine:
 
     def __init__(self, settings: Vllm, trained: TrainedPolicy) -> None:
         self._trained = trained
-        self._folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=settings.folder))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=settings.folder))
+        except OSError as error:
+            raise ConfigError("Vllm(folder)", str(error), "a folder that exists, in which to write") from error
         self._process = os.getpid()
         self._run, self._count = secrets.token_hex(4), 0
         self._recent: deque[ServedPolicy] = deque(maxlen=_KEPT)
         self._loaded: weakref.WeakValueDictionary[int, ServedPolicy] = weakref.WeakValueDictionary()
-        self._dropped: deque[tuple[str, Path]] = deque()  # adapters from which no one samples any more
-        self._tokens = trained.tokenizer.encode(PROBE)[:_LENGTH]
+        self._folders: dict[str, Path] = {}  # of adapters that servers may have
+        self._dropped: deque[str] = deque()  # those from which no one samples any more
+        self._tokens = trained.tokenizer.encode(PROBE)[:PROBE_LENGTH]
         self._tolerance = settings.tolerance or _TOLERANCE.get(trained.dtype, _TOLERANCE["bfloat16"])
         self._earlier: tuple[str, np.ndarray] | None = None
         self._program: Program | None = None
@@ -181,7 +199,8 @@ class VllmEngine:
             client = partial(VllmClient, deadline=settings.deadline)
             self.servers = [Server(client(url, key=settings.key)) for url in settings.urls]
             if not self.servers:
-                self._program, url, key = start_server(settings, trained, grace=_GRACE)
+                left = ["rm", "-rf", str(self._folder)]  # where this process is killed
+                self._program, url, key = start_server(settings, trained, grace=_GRACE, ending=left)
                 self.servers = [Server(client(url, key=key), self._program.start())]
             weakref.finalize(self, _clean_up, self._program, self._folder, self._process)
             self._begin(settings.start or (_LISTENS if settings.urls else _START))
@@ -237,11 +256,12 @@ class VllmEngine:
         server.busy += 1
         request = {**body, "model": policy.model or server.base}
         try:
-            if server.lost is not None:
+            if server.doubted:
                 async with server.lock:
-                    if server.lost is not None:
+                    if server.doubted:
+                        breaks = server.client.breaks
                         await self._recheck(server, self._base)
-                        server.lost = None
+                        server.lost, server.breaks = None, breaks
             try:
                 return await server.client.generate(request)
             except ModelMissing:
@@ -286,28 +306,30 @@ class VllmEngine:
         folder = self._folder / model
         adapter.save(folder)
         policy = ServedPolicy(self, self._trained.logprobs(self._tokens), model, folder, version)
-        weakref.finalize(policy, self._dropped.append, (model, folder)).atexit = False
+        self._folders[model] = folder
+        weakref.finalize(policy, self._dropped.append, model).atexit = False
         self._compare(policy, submit(self._add_everywhere(policy)).result())
         return policy
 
     async def _add_everywhere(self, policy: ServedPolicy) -> list[Server]:
         """Have all servers load an adapter, and unload those that were dropped; return the servers that did."""
-        while self._dropped:
-            model, folder = self._dropped.popleft()
-            await asyncio.gather(*(server.client.unload_adapter(model) for server in self.servers))
-            shutil.rmtree(folder, ignore_errors=True)
         servers = [server for server in self.servers if not server.avoided] or self.servers
+        while self._dropped:
+            model = self._dropped.popleft()
+            await asyncio.gather(*(server.client.unload_adapter(model) for server in servers))
+            shutil.rmtree(self._folders.pop(model), ignore_errors=True)
         results = await asyncio.gather(*(self._add(server, policy) for server in servers), return_exceptions=True)
-        done, error = [], None
+        done, lost = [], None
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, (ServerLost, BackendTimeout)):
-                server.lost, error = time.monotonic(), result
+                server.lose(result)
+                lost = await server.explain(result)
             elif result is not None:
                 raise result
             else:
                 done.append(server)
-        if not done and error is not None:
-            raise error
+        if not done and lost is not None:
+            raise lost
         return done
 
     async def _add(self, server: Server, policy: ServedPolicy) -> None:
@@ -344,8 +366,11 @@ class VllmEngine:
             try:
                 answers = [submit(self.ask(server, policy, body)) for body in (score_request(self._tokens, 0), drawn)]
                 scored, sampled = (answer.result() for answer in answers)
-            except (ServerLost, BackendTimeout):  # it is checked when it comes back, and others sample meanwhile
-                server.lost = time.monotonic()
+            except (
+                ServerLost,
+                BackendTimeout,
+            ) as error:  # it is checked when it comes back, and others sample meanwhile
+                server.lose(error)
                 if all(other.avoided for other in self.servers):
                     raise
                 continue
@@ -379,10 +404,8 @@ class VllmEngine:
 
     async def _end(self) -> None:
         if self._program is None:
-            names = [model for model, _ in self._dropped]
-            names += [policy.model for policy in list(self._loaded.values()) if policy.model]
             up = [server for server in self.servers if server.lost is None]
-            await asyncio.gather(*(server.client.unload_adapter(name) for server in up for name in names))
+            await asyncio.gather(*(server.client.unload_adapter(name) for server in up for name in self._folders))
         await asyncio.gather(*(server.client.close() for server in self.servers))
 
 
@@ -435,6 +458,6 @@ def _explain_end(ended: concurrent.futures.Future[ProgramResult]) -> ConfigError
     log = f"{ended.result().stdout}\n{ended.result().stderr}"
     lines = [line.strip() for line in log.splitlines() if "Error" in line]
     unable = [line for line in lines if "not support" in line]  # a model class, or adapters on it
-    why = [*unable, *lines, log[-300:]][0]
+    why = [*unable, *lines, log.strip()[-300:] or "it wrote nothing"][0]
     remedy = "omit sampler=, so that this process samples" if unable else "see its arguments= and environment="
     return ConfigError(f"sampler='vllm': the server ended with status {ended.result().code}: {why[-400:]}; {remedy}")

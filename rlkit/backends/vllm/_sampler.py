@@ -28,6 +28,7 @@ from rlkit.backends.vllm._client import (
     Json,
     Model,
     VllmClient,
+    check_key,
     check_url,
     read_samples,
     read_scores,
@@ -42,13 +43,14 @@ from rlkit.types import Sample, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PROBE", "Ask", "Served", "VllmSampler", "check_logprobs_mode", "distance", "open_sampler"]
+__all__ = ["PROBE", "PROBE_LENGTH", "Ask", "Served", "VllmSampler", "check_logprobs_mode", "distance", "open_sampler"]
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[Json], Awaitable[Json]]
 """Return the answer to a request of one model at one server."""
 
 PROBE = "The answer is 42, since 6 * 7 = 42. Next question: why is the sky blue? It scatters"  # like what models know
+PROBE_LENGTH = 24  # tokens
 _TEMPERATURE = 0.7  # of what is sampled to look at logprobs
 _ALIKE = 0.03  # nats on average by which one policy's logprobs may differ between decoding and prompts, in bfloat16
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -226,6 +228,7 @@ def open_sampler(
         BackendError: it cannot be reached, or its logprobs are not those of the distribution that it draws from.
     """
     check_url("open_sampler(url)", url)
+    check_key("open_sampler(key)", key)
     _check.integer("open_sampler(version)", version, low=0)
     seeds = SeedStream(resolve_seed(seed))
     client = VllmClient(url, key=key, deadline=_check.real("open_sampler(deadline)", deadline, above=0.0))
@@ -250,7 +253,7 @@ async def _check_server(remote: _Remote, tokenizer: Tokenizer) -> str:
     A gateway has the logprobs of its sampler, which was checked, and would record what is drawn to check them again.
     """
     await remote.client.check_tokenizer(remote.model, tokenizer)
-    probe = remote.generate, remote.name, tokenizer.encode(PROBE), tokenizer
+    probe = remote.generate, remote.name, tokenizer.encode(PROBE)[:PROBE_LENGTH], tokenizer
     if remote.model.least:
         await check_logprobs_mode(*probe)
     return await differing_scores(*probe) if remote.model.parent is not None else ""

@@ -19,7 +19,7 @@ import attrs
 from rlkit import _check
 from rlkit._process import Program
 from rlkit.backends.samplers import TrainedPolicy
-from rlkit.backends.vllm._client import check_url
+from rlkit.backends.vllm._client import check_key, check_url
 from rlkit.errors import BackendError, ConfigError
 from rlkit.types import Lora
 
@@ -64,14 +64,14 @@ class Vllm:
         ConfigError: an option is of the wrong type or out of range.
     """
 
-    python: str | None = None
+    python: str | Path | None = None
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     memory: float | None = None
     devices: str | None = None
     urls: Sequence[str] = ()
     key: str | None = attrs.field(default=None, repr=False)
-    folder: str | None = None
+    folder: str | Path | None = None
     start: float | None = None
     deadline: float = 1800.0
     tolerance: float | None = None
@@ -79,8 +79,15 @@ class Vllm:
     def __attrs_post_init__(self) -> None:
         for name in ("arguments", "urls"):
             value = getattr(self, name)
-            texts = not isinstance(value, str) and all(isinstance(x, str) for x in value)
+            texts = isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value)
             _check.require(texts, f"Vllm({name})", value, "a list of strings")
+        pairs = self.environment.items() if isinstance(self.environment, Mapping) else [(0, 0)]
+        texts = all(isinstance(x, str) for pair in pairs for x in pair)
+        _check.require(texts, "Vllm(environment)", self.environment, "a mapping of strings to strings")
+        for name in ("python", "folder"):
+            value = getattr(self, name)
+            _check.require(value is None or isinstance(value, (str, Path)), f"Vllm({name})", value, "a path or None")
+        check_key("Vllm(key)", self.key)
         for i, url in enumerate(self.urls):
             check_url(f"Vllm(urls)[{i}]", url)
         if self.memory is not None:
@@ -88,9 +95,9 @@ class Vllm:
         if self.devices is not None:
             listed = isinstance(self.devices, str) and bool(_DEVICES.fullmatch(self.devices))
             _check.require(listed, "Vllm(devices)", self.devices, "GPUs as in CUDA_VISIBLE_DEVICES, such as '1'")
-        for name in ("memory", "devices") if self.urls else ():
-            if getattr(self, name) is not None:
-                raise ConfigError(f"Vllm({name}) cannot be combined with urls=: it places a server that rlkit starts")
+        for name in ("python", "arguments", "environment", "memory", "devices") if self.urls else ():
+            if getattr(self, name):
+                raise ConfigError(f"Vllm({name}) cannot be combined with urls=: it is for a server that rlkit starts")
         _check.optional(_check.real, "Vllm(start)", self.start, above=0.0, why="seconds")
         _check.real("Vllm(deadline)", self.deadline, above=0.0, why="seconds")
         if self.tolerance is not None:
@@ -132,7 +139,7 @@ class Vllm:
         Raises:
             ConfigError: none is named, or it does not exist.
         """
-        python = self.python or os.environ.get(_PYTHON)
+        python = str(self.python or os.environ.get(_PYTHON) or "")
         if not python:
             raise ConfigError(
                 f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; vLLM needs "
@@ -160,8 +167,15 @@ def server_options(policy: TrainedPolicy) -> list[str]:
     ]
 
 
-def start_server(settings: Vllm, policy: TrainedPolicy, *, grace: float) -> tuple[Program, str, str]:
+def start_server(
+    settings: Vllm, policy: TrainedPolicy, *, grace: float, ending: Sequence[str] = ()
+) -> tuple[Program, str, str]:
     """Return the program of a server that is still to be started, the URL where it will listen, and its key.
+
+    Args:
+        settings: of the server.
+        policy: which it is to sample.
+        grace, ending: see ``Program``.
 
     Raises:
         ConfigError: no interpreter is named, or the trainer's GPU has too little memory.
@@ -179,7 +193,7 @@ def start_server(settings: Vllm, policy: TrainedPolicy, *, grace: float) -> tupl
     environment = {name: value for name, value in os.environ.items() if name not in _OURS}
     environment |= VARIABLES | {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": key} | variables
     environment |= settings.environment
-    return Program(command, environment=environment, grace=grace), f"http://127.0.0.1:{port}", key
+    return Program(command, environment=environment, grace=grace, ending=ending), f"http://127.0.0.1:{port}", key
 
 
 def free_port() -> int:

@@ -203,6 +203,8 @@ def test_a_server_that_comes_back_gets_its_adapter_again(tiny, tmp_path, server)
                 assert np.abs(again.logprobs - wanted.logprobs).max() < 1e-5
             assert standin.log.count("/v1/load_lora_adapter") == 1
         standin.faults.update(["break", "raw"])
+        with contextlib.suppress(rlkit.BackendError):  # whose connection broke
+            sampler.sample(TEXT, PARAMS).result()
         with pytest.raises(rlkit.BackendError, match=r"came back: with top_k=1 .* not belong to the sampled"):
             sampler.sample(TEXT, PARAMS).result()
         standin.faults.clear()
@@ -220,7 +222,11 @@ def test_a_server_that_comes_back_gets_its_adapter_again(tiny, tmp_path, server)
         ("refuse", rlkit.ConfigError, "max_lora_rank 16.*--max-lora-rank of at least the policy's rank"),
         ("fixed", rlkit.ConfigError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora"),
         ("raw", rlkit.BackendError, "--logprobs-mode processed_logprobs"),
-        ("logits", rlkit.BackendError, "a logprob is at most 0; .*--logprobs-mode processed_logprobs"),
+        (
+            "logits",
+            rlkit.BackendError,
+            "not a logprob, .* at most 0; .*--logprobs-mode processed_logprobs",
+        ),
     ],
 )
 def test_an_untrained_policy_shows_what_a_server_lacks(tiny, tmp_path, server, fault, error, sentence):
@@ -228,6 +234,7 @@ def test_an_untrained_policy_shows_what_a_server_lacks(tiny, tmp_path, server, f
     server.standin.faults.add(fault)
     with pytest.raises(error, match=sentence), connected(tiny, tmp_path, server.url):
         pass
+    assert not server.standin.loaded
     server.standin.faults.clear()
     with connected(tiny, tmp_path, server.url) as policy:
         datum = rlkit.Datum.supervised(TEXT[:1], TEXT[1:])
@@ -562,11 +569,31 @@ class TestPlacement:
             place_server("cuda:0", 0.9, None)
 
     def test_bad_settings(self):
-        for bad in ({"memory": 0.0}, {"memory": 1.1}, {"memory": "half"}, {"devices": 1}, {"devices": "1,"}):
-            with pytest.raises(rlkit.ConfigError, match=r"Vllm\((memory|devices)\)"):
+        for bad in (
+            *({"memory": 0.0}, {"memory": 1.1}, {"memory": "half"}, {"devices": 1}, {"devices": "1,"}, {"python": 5}),
+            *(
+                {"arguments": None},
+                {"arguments": "-x"},
+                {"urls": None},
+                {"environment": "x"},
+                {"environment": {"A": 1}},
+            ),
+            *({"folder": 5}, {"key": "\n"}, {"key": "ü"}, {"key": ""}, {"key": 5}),
+        ):
+            with pytest.raises(rlkit.ConfigError, match=rf"Vllm\({next(iter(bad))}\)"):
                 Vllm(**bad)
-        with pytest.raises(rlkit.ConfigError, match=r"Vllm\(memory\) cannot be combined with urls="):
-            Vllm(urls=["http://127.0.0.1:1"], memory=0.5)
+        for own in (
+            {"memory": 0.5},
+            {"devices": "1"},
+            {"python": "p"},
+            {"arguments": ["-x"]},
+            {"environment": {"A": "1"}},
+        ):
+            with pytest.raises(rlkit.ConfigError, match=r"cannot be combined with urls="):
+                Vllm(urls=["http://127.0.0.1:1"], **own)
+        for url in ("http://a?b", "http://a#b", "http://a b", "http://\0"):
+            with pytest.raises(rlkit.ConfigError, match=r"Vllm\(urls\)\[0\]"):
+                Vllm(urls=[url])
 
     def test_it_is_in_the_command(self, python, monkeypatch):
         """Before the user's own arguments, which win; the address comes last."""

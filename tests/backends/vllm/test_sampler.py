@@ -181,6 +181,16 @@ def test_errors_of_the_server(gateway, inner):
         open_sampler(gateway.url, key="secret", tokenizer=Reversed(inner.tokenizer))
 
 
+def test_addresses():
+    """What is no host's name is an error as of one that is not there; a password is not shown."""
+    for url, said in (("http://xn--zzzzzzz99", "IDNAError"), ("http://user:hidden@127.0.0.1:1", "ConnectError")):
+        client = VllmClient(url)
+        with pytest.raises(ServerLost, match=f"cannot be reached: {said}") as caught:
+            submit(client.check_health()).result()
+        assert "hidden" not in str(caught.value)
+        submit(client.close()).result()
+
+
 def test_one_that_accepts_no_connection():
     """It is told from one that is silent."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
@@ -295,8 +305,14 @@ def test_answers_of_another_kind_are_refused(inner):
         ({"token_ids": [100]}, "of another model"),
         ({"logprobs": None}, "0 logprobs"),
         ({"logprobs": {"token_logprobs": [None]}}, "None is not a logprob"),
+        ({"logprobs": {"token_logprobs": [False]}}, "False is not a logprob"),
+        ({"logprobs": {"token_logprobs": [float("nan")]}}, "nan is not a logprob"),
+        ({"logprobs": {"token_logprobs": [-(10**400)]}}, "is not a logprob"),
+        ({"token_ids": [True]}, "token ids"),
+        ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "0 tokens; expected 1 to 5"),
+        ({"token_ids": [1] * 6, "logprobs": {"token_logprobs": [-1] * 6}}, "6 tokens; expected 1 to 5"),
         ({"logprobs": {"token_logprobs": [-1.0, -1.0]}}, "1 tokens and 2 logprobs"),
-        ({"logprobs": {"token_logprobs": [3.0]}}, "a logprob is at most 0; .*processed_logprobs"),
+        ({"logprobs": {"token_logprobs": [3.0]}}, "3.0 is not a logprob, .* at most 0; .*processed_logprobs"),
         ({"finish_reason": "abort"}, "abort"),
         ({"index": 1}, "choice 1"),
         ({"token_ids": "x"}, "token ids"),
@@ -313,6 +329,9 @@ def test_answers_of_another_kind_are_refused(inner):
         ([None, {"5": entry}], 0, "lacks token 4 of the prompt"),
         ([None, None], 0, "expected token ids with logprobs"),
         ([None, {"4": {"logprob": None}}], 0, "None is not a logprob"),
+        ([None, {"4": {"logprob": float("nan")}}], 0, "nan is not a logprob"),
+        ([None, {"4": {"logprob": 5.0}}], 0, "5.0 is not a logprob"),
+        ([None, {"4": entry, "-5": entry}], 0, "expected token ids with logprobs"),
         ([None, {"4": entry}], 2, "has 1 alternatives; expected 2"),
     ):
         with pytest.raises(rlkit.BackendError, match=what):
