@@ -37,7 +37,7 @@ from rlkit.backends.vllm._client import (
     submit,
 )
 from rlkit.backends.vllm._sampler import PROBE, PROBE_LENGTH, VllmSampler, check_logprobs_mode, distance
-from rlkit.backends.vllm.settings import VARIABLES, server_options, start_server
+from rlkit.backends.vllm.settings import VARIABLES, server_options, prepare_server
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 from rlkit.futures import wait_done
 from rlkit.types import SamplingParams
@@ -200,7 +200,7 @@ class VllmEngine:
             self.servers = [Server(client(url, key=settings.key)) for url in settings.urls]
             if not self.servers:
                 left = ["rm", "-rf", str(self._folder)]  # where this process is killed
-                self._program, url, key = start_server(settings, trained, grace=_GRACE, ending=left)
+                self._program, url, key = prepare_server(settings, trained, grace=_GRACE, ending=left)
                 self.servers = [Server(client(url, key=key), self._program.start())]
             weakref.finalize(self, _clean_up, self._program, self._folder, self._process)
             self._begin(settings.start or (_LISTENS if settings.urls else _START))

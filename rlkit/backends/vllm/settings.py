@@ -26,7 +26,7 @@ from rlkit.types import Lora
 if TYPE_CHECKING:
     from rlkit.backends.vllm._engine import VllmEngine
 
-__all__ = ["VARIABLES", "Vllm", "free_port", "read_sampler", "server_options", "start_server"]
+__all__ = ["VARIABLES", "Vllm", "free_port", "read_sampler", "server_options", "prepare_server"]
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def server_options(policy: TrainedPolicy) -> list[str]:
     ]
 
 
-def start_server(
+def prepare_server(
     settings: Vllm, policy: TrainedPolicy, *, grace: float, ending: Sequence[str] = ()
 ) -> tuple[Program, str, str]:
     """Return the program of a server that is still to be started, the URL where it will listen, and its key.

@@ -15,7 +15,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.vllm import Vllm, settings
-from rlkit.backends.vllm.settings import free_port, place_server, start_server
+from rlkit.backends.vllm.settings import free_port, place_server, prepare_server
 
 pytest.importorskip("httpx")
 pytest.importorskip("torch")
@@ -600,7 +600,7 @@ class TestPlacement:
         placed = lambda *asked: (["--placed", *map(str, asked)], {"PLACED": "1"})  # noqa: E731
         monkeypatch.setattr(settings, "place_server", placed)
         given = Vllm(python=python, arguments=["--enforce-eager"], memory=0.5, devices="1", environment={"MORE": "2"})
-        program, url, key = start_server(given, described("m", LORA), grace=1.0)
+        program, url, key = prepare_server(given, described("m", LORA), grace=1.0)
         command, environment = program._arguments, program._environment
         at = command.index("--placed")
         port = url.removeprefix("http://127.0.0.1:")

@@ -22,7 +22,7 @@ import rlkit
 from rlkit.backends.vllm import Vllm
 from rlkit.backends.vllm._client import VllmClient, submit
 from rlkit.backends.vllm._engine import Server
-from rlkit.backends.vllm.settings import start_server
+from rlkit.backends.vllm.settings import prepare_server
 from rlkit.testing.conformance import SamplingTests, ScoreTests
 
 httpx = pytest.importorskip("httpx")
@@ -76,7 +76,7 @@ def serving(model, *arguments):
 
     settings = started()
     settings = attrs.evolve(settings, arguments=[*settings.arguments, *arguments])
-    program, url, _ = start_server(settings, described(model, LORA, MODULES), grace=10.0)
+    program, url, _ = prepare_server(settings, described(model, LORA, MODULES), grace=10.0)
     del program._environment["VLLM_API_KEY"]
     client = VllmClient(url)
     ended = program.start()
