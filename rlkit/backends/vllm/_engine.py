@@ -37,7 +37,7 @@ from rlkit.backends.vllm._client import (
     submit,
 )
 from rlkit.backends.vllm._sampler import PROBE, PROBE_LENGTH, VllmSampler, check_logprobs_mode, distance
-from rlkit.backends.vllm.settings import VARIABLES, server_options, prepare_server
+from rlkit.backends.vllm.settings import VARIABLES, prepare_server, server_options
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 from rlkit.futures import wait_done
 from rlkit.types import SamplingParams

@@ -26,7 +26,7 @@ from rlkit.types import Lora
 if TYPE_CHECKING:
     from rlkit.backends.vllm._engine import VllmEngine
 
-__all__ = ["VARIABLES", "Vllm", "free_port", "read_sampler", "server_options", "prepare_server"]
+__all__ = ["VARIABLES", "Vllm", "free_port", "prepare_server", "read_sampler", "server_options"]
 
 _log = logging.getLogger(__name__)
 
