@@ -55,7 +55,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
 _DRAWN = SamplingParams(max_tokens=8, temperature=0.7, stop=())  # of the probe's sample
 _START, _LISTENS = 900.0, 10.0  # seconds until a server answers that is started here, or that runs
 _AVOIDED = 30.0  # seconds without requests, after a server was lost, while there is another
-_ENDS = 3.0  # seconds in which it is noticed that the program of a lost server has ended
+_ENDS = 10.0  # seconds in which it is noticed that the program of a lost server has ended
 _GRACE = 10.0  # seconds between asking a server to end and ending it
 
 
