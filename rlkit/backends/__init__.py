@@ -70,7 +70,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
         path: what ``save`` returned; None is the base model itself. ``rlkit.runs.sampler`` opens a run's policy.
         options: as in ``connect``, without ``init_from`` and ``resume_from``.
     """
-    if isinstance(name, str) and name.startswith(("http://", "https://")):
+    if isinstance(name, str) and name.lower().startswith(("http://", "https://")):
         if path is not None:
             raise ConfigError(
                 "rlkit.sampler(path)", "is given together with a URL", "model=, the name of the served model"

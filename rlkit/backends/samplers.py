@@ -193,9 +193,10 @@ class SuccessiveSampler(Resource):
         return getattr(newest, name)
 
     def _open(self) -> Sampler:
-        if self._newest is None:
+        newest = self._newest  # once: another thread may close it
+        if newest is None:
             raise BackendError("this sampler is closed")
-        return self._newest
+        return newest
 
 
 def reference_logprobs(

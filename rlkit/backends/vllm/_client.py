@@ -192,6 +192,7 @@ def _read_logprob(value: object, where: str) -> float:
 
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
+_LOADS = 300.0  # and that an adapter may take
 _SHOWN = 600  # characters of a server's refusal
 _JSON = ("/v1/completions", "/v1/models")  # what answers with an object
 _KIND = "expected vLLM >= 0.10.2, or, to sample without training, `rlkit serve --openai`"
@@ -357,7 +358,7 @@ class VllmClient:
             ConfigError: it does not.
         """
         try:
-            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, _LOADS)
         except (ServerLost, BackendTimeout):
             raise
         except (BackendError, UnsupportedError) as error:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import tempfile
 import time
 import weakref
@@ -54,6 +55,7 @@ _STRENGTHS = (0.03, 0.1, 0.3, 1.0)  # of the trial's adapter relative to the wei
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
 _DRAWN = SamplingParams(max_tokens=8, temperature=0.7, stop=())  # of the probe's sample
 _START, _LISTENS = 900.0, 10.0  # seconds until a server answers that is started here, or that runs
+_LOOK = 5.0  # seconds in which a server that was lost says that it works
 _AVOIDED = 30.0  # seconds without requests, after a server was lost, while there is another
 _ENDS = 10.0  # seconds in which it is noticed that the program of a lost server has ended
 _GRACE = 10.0  # seconds between asking a server to end and ending it
@@ -94,7 +96,7 @@ class Server:
     async def explain(self, error: BackendError) -> BackendError:
         """Return the error, with how the program ended if rlkit started it."""
         if self.ended is not None and await wait_done(self.ended, _ENDS):
-            return ServerLost(f"{error}; {_explain_end(self.ended)}")
+            return ServerLost(f"{error}; {_describe_end(self.ended)[0]}")
         return error
 
     def lose(self, error: BackendError) -> None:
@@ -117,7 +119,9 @@ class Server:
                 return await self.client.check_health(min(5.0, within))
             except (ServerLost, BackendTimeout) as error:
                 if self.ended is not None and self.ended.done():
-                    raise _explain_end(self.ended) from error
+                    how, unable = _describe_end(self.ended)
+                    remedy = "omit sampler=, so that this process samples" if unable else "see Vllm's arguments="
+                    raise ConfigError(f"sampler='vllm': {how}; {remedy}") from error
                 if time.monotonic() > end:
                     raise type(error)(f"{error}; waited {within:g} s") from error
             await asyncio.sleep(0.2)
@@ -260,6 +264,7 @@ class VllmEngine:
                 async with server.lock:
                     if server.doubted:
                         breaks = server.client.breaks
+                        await server.client.check_health(_LOOK)
                         await self._recheck(server, self._base)
                         server.lost, server.breaks = None, breaks
             try:
@@ -451,13 +456,16 @@ def _describe_start(trained: TrainedPolicy) -> str:
     )
 
 
-def _explain_end(ended: concurrent.futures.Future[ProgramResult]) -> ConfigError:
-    """Return why a server that rlkit started has ended."""
+def _describe_end(ended: concurrent.futures.Future[ProgramResult]) -> tuple[str, bool]:
+    """Return how the program of a server ended, and whether that is because vLLM does not support the model."""
     if (error := ended.exception()) is not None:
-        return ConfigError(f"sampler='vllm': {error}")
-    log = f"{ended.result().stdout}\n{ended.result().stderr}"
-    lines = [line.strip() for line in log.splitlines() if "Error" in line]
+        return str(error), False
+    result = ended.result()
+    if result.code < 0:
+        return f"the server was killed by {signal.Signals(-result.code).name}", False
+    log = f"{result.stdout}\n{result.stderr}".strip()
+    told = [line.strip() for line in log.splitlines() if "Error" in line]
+    lines = [line for line in told if "WARNING" not in line and "INFO" not in line]
     unable = [line for line in lines if "not support" in line]  # a model class, or adapters on it
-    why = [*unable, *lines, log.strip()[-300:] or "it wrote nothing"][0]
-    remedy = "omit sampler=, so that this process samples" if unable else "see its arguments= and environment="
-    return ConfigError(f"sampler='vllm': the server ended with status {ended.result().code}: {why[-400:]}; {remedy}")
+    why = [*unable, *lines, log[-300:] or "it wrote nothing"][0]  # the first is the cause of the others
+    return f"the server ended with status {result.code}: {why[-400:]}", bool(unable)

@@ -181,7 +181,7 @@ def prepare_server(
         ConfigError: no interpreter is named, or the trainer's GPU has too little memory.
         BackendError: this machine has no free port.
     """
-    key, port = secrets.token_hex(16), free_port()
+    key, port = settings.environment.get("VLLM_API_KEY") or secrets.token_hex(16), free_port()
     placed, variables = place_server(policy.device, settings.memory, settings.devices)
     command = [
         # `vllm serve` does the same, where the package is called vllm; builds for CPUs have another name.

@@ -490,7 +490,7 @@ def test_a_server_is_started_and_ended(tiny, tmp_path, python):
                 os.kill(pid, signal.SIGKILL)
             for future in futures:
                 if killed:
-                    with pytest.raises(rlkit.BackendError, match="the server ended with status -9"):
+                    with pytest.raises(rlkit.BackendError, match="the server was killed by SIGKILL"):
                         future.result()
                 else:
                     (sample,) = future.result()
@@ -513,6 +513,15 @@ def test_a_server_that_does_not_start_says_why(tiny, tmp_path):
     script.chmod(0o755)
     with (
         pytest.raises(rlkit.ConfigError, match="not supported for now.*this process samples"),
+        connected(tiny, tmp_path, Vllm(python=str(script))),
+    ):
+        pass
+    harmless = "echo 'WARNING: few files can cause errors like OSError'"
+    script.write_text(
+        f"#!/bin/sh\n{harmless}\necho 'ValueError: no such flag'\necho 'RuntimeError: see above'\nexit 7\n"
+    )
+    with (
+        pytest.raises(rlkit.ConfigError, match="ended with status 7: ValueError: no such flag; see Vllm's arguments="),
         connected(tiny, tmp_path, Vllm(python=str(script))),
     ):
         pass
