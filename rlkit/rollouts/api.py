@@ -285,13 +285,17 @@ class Stream:
                 self._slots.release()
                 self.counters.add(f"env/{task.name}/abandoned", plan.n - member)
                 return
-            playing = members.create_task(self._play_member(pending, member))
-            self._members.add(playing)
-            playing.add_done_callback(self._members.discard)
+            members.create_task(self._play_member(pending, member))
 
     async def _play_member(self, pending: _PendingGroup, member: int) -> None:
-        task = pending.task
+        task, playing = pending.task, asyncio.current_task()
+        if self._finished >= self._stop_after:  # since it was created
+            self._slots.release()
+            self.counters.add(f"env/{task.name}/abandoned")
+            return
         episode = Episode(self._shared, task, pending.plan, pending.number, member, pending.first_turns)
+        assert playing is not None  # noqa: S101  # this is a task
+        self._members.add(playing)  # now that it can be cancelled: before, it would end without a trace
         try:
             outcome = await episode.play()
         except BaseException:
@@ -299,6 +303,7 @@ class Stream:
             raise
         finally:
             self._slots.release()
+            self._members.discard(playing)
         if isinstance(outcome, Failure):
             self._add_failure(pending, outcome, episode.error)
         else:
@@ -313,8 +318,8 @@ class Stream:
             await self._finish_group(pending)
         if last:  # cancelled once: a member that is closing its environment is left to it
             self._room.release()  # the next group is waited for no longer
-            for playing in self._members - {asyncio.current_task()}:
-                playing.cancel()
+            for other in self._members:
+                other.cancel()
 
     def _add_failure(self, pending: _PendingGroup, failure: Failure, error: Exception | None) -> None:
         self.counters.failure(failure)

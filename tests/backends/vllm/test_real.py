@@ -251,9 +251,11 @@ def test_logprobs_are_the_trainers(model, tmp_path, dtype, tolerance):
             assert (off.max() if dtype == "float32" else off.mean()) < tolerance
             step(policy)
         params = rlkit.SamplingParams(max_tokens=64, stop=())
+        group = policy._engine._program._process.pid
+        os.killpg(group, signal.SIGSTOP)  # it is to answer none of them
         futures = [sampler.sample(TEXT, params, n=2, seed=i) for i in range(4)]
-        time.sleep(0.01)  # to be sure that they are sent, and not answered
-        os.killpg(policy._engine._program._process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
         for future in futures:
             with pytest.raises(rlkit.BackendError, match="the server was killed by SIGKILL"):
                 future.result()
