@@ -362,6 +362,10 @@ class VllmClient:
         except (ServerLost, BackendTimeout):
             raise
         except (BackendError, UnsupportedError) as error:
+            if name in {
+                model.name for model in await self.models()
+            }:  # sent twice: a connection broke before the answer
+                return
             raise ConfigError(
                 f"{error}; a server has to see the folder of adapters (Vllm(folder=) on a shared file system), and to "
                 "be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-lora-rank of at least the "

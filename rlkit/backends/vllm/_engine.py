@@ -371,11 +371,8 @@ class VllmEngine:
             try:
                 answers = [submit(self.ask(server, policy, body)) for body in (score_request(self._tokens, 0), drawn)]
                 scored, sampled = (answer.result() for answer in answers)
-            except (
-                ServerLost,
-                BackendTimeout,
-            ) as error:  # it is checked when it comes back, and others sample meanwhile
-                server.lose(error)
+            except (ServerLost, BackendTimeout) as error:
+                server.lose(error)  # it is checked when it comes back, and others sample meanwhile
                 if all(other.avoided for other in self.servers):
                     raise
                 continue

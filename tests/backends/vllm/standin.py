@@ -39,9 +39,9 @@ class Standin:
         faults: names of what it does wrong: "drop" (adapters), "stale" (later ones), "scale", "temper", "raw"
             (logprobs of temperature 1), "logits" (instead of logprobs), "tokenizer", "hang", "refuse" (loads), "blind"
             (to the adapters' folder), "fixed" (started without what changes adapters), "break" (connections, once;
-            with "broken" always), "openai" (it has OpenAI's fields alone), "html" (it answers all with a page),
-            "redirect" (all elsewhere), "locked" (it wants another key), "mute" (about its health), "headless" (it
-            scores prompts by the base model).
+            with "broken" always), "cut" (a connection, when it has loaded; once), "openai" (it has OpenAI's fields
+            alone), "html" (it answers all with a page), "redirect" (all elsewhere),
+            "locked" (it wants another key), "mute" (about its health), "headless" (it scores by the base model).
         loaded: adapters, by name.
         log: the paths that were asked for.
     """
@@ -58,6 +58,8 @@ class Standin:
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
 
     def load(self, name, folder):
+        if name in self.loaded:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
         if "blind" in self.faults:
             return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {folder}"}}
         if "refuse" in self.faults:
@@ -162,6 +164,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, value = standin.answer(self.path, body)
+        if "cut" in standin.faults and self.path == "/v1/load_lora_adapter":  # done, and not answered; once
+            standin.faults.discard("cut")
+            self.close_connection = True
+            return
         text = b"<html>Hello</html>" if "html" in standin.faults else json.dumps(value).encode()
         self.send_response(status)
         if status == 307:

@@ -446,6 +446,16 @@ def test_a_connection_that_breaks_is_asked_again(tiny, tmp_path, server):
         assert sampler.sample(TEXT, PARAMS, seed=3).result()[0].tokens.tolist() == wanted
 
 
+def test_an_adapter_that_is_there_already(tiny, tmp_path, server):
+    """Since the answer did not come, or the URL is given twice: vLLM refuses to load it again."""
+    with connected(tiny, tmp_path, [server.url, server.url]) as policy:
+        step(policy)
+        server.standin.faults.add("cut")
+        sampler = policy.sampler().result()
+        assert "cut" not in server.standin.faults
+        assert sampler.sample(TEXT, PARAMS).result()[0].version == 1
+
+
 def test_a_server_that_hangs_ends_in_a_typed_error(tiny, tmp_path, server):
     """After the deadline."""
     with connected(tiny, tmp_path, Vllm(urls=[server.url], deadline=10.0)) as policy:
