@@ -46,7 +46,7 @@ from rlkit.types import SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lo
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from rlkit.backends.local.distributed.ranks import Ranks
+    from rlkit.backends.local.distributed.leader import Leader
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["LocalBackend"]
@@ -185,7 +185,7 @@ class LocalBackend(InProcessBackend):
         BackendError: one of ``processes`` did not start.
     """
 
-    _ranks: Ranks | None = None
+    _leader: Leader | None = None  # of other ranks
     _seeds: SeedStream
     check_options = staticmethod(check_options)
 
@@ -194,17 +194,15 @@ class LocalBackend(InProcessBackend):
         asked = LocalOptions(**options)
         processes = read_processes(asked)
         if processes is not None:
-            processes.serve()
+            processes.follow(asked.device)
         resolved = resolve_local(asked)
-        if processes is not None and asked.shard:  # these load together
-            shared = attrs.evolve(resolved.options, merge=False)
-            self._ranks = processes.open(shared.for_ranks(), resolved.device, asked.device)
-        try:
-            policy = load_policy(resolved, None if self._ranks is None else self._ranks.weights)
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+        if processes is None:
+            policy = load_policy(resolved, None)
+        else:
+            shared = attrs.evolve(resolved.options, merge=False) if asked.shard else resolved.options
+            load = partial(load_policy, resolved)
+            self._leader = processes.open(shared.for_ranks(), resolved.device, asked.device, load)
+            policy = self._leader.policy
         self._policy, self.base, self._seeds = policy, policy.base, policy.seeds
         self._trainer, self._scheduler = policy.trainer, policy.scheduler
         self._settings = {"model": resolved.model, **policy.options.kept()}
@@ -216,31 +214,19 @@ class LocalBackend(InProcessBackend):
             max_length=self.base.max_length,
             folder=asked.folder,
             version=policy.version,
-            background=policy.scheduler,
+            background=self._leader or policy.scheduler,
         )
         policy.scheduler.wake = self._worker.wake
         name = Path(resolved.model)
         self.about = f"{name.name if name.exists() else resolved.model}, {describe_lora(policy.lora)}"
-        self._submit = policy.scheduler.submit
+        self._draws = self._leader or policy.scheduler
         try:
-            self._begin_others(resolved)
+            engine = resolved.engine
+            if engine is not None:
+                self._engine = engine if isinstance(engine, SamplingEngine) else engine.open(policy.trained)
         except BaseException:
             self.close()
             raise
-
-    def _begin_others(self, resolved: ResolvedOptions[LocalOptions]) -> None:
-        """Begin the other ranks, and servers that sample."""
-        policy, engine = self._policy, resolved.engine
-        if resolved.processes is not None:
-            if self._ranks is None:
-                given = resolved.options.device
-                self._ranks = resolved.processes.open(policy.options.for_ranks(), self.base.device, given)
-            self._ranks.begin(policy.trainer, policy.scheduler, policy.bare, optimizer=resolved.resumes)
-            self._submit = self._ranks.submit
-        if isinstance(engine, SamplingEngine):
-            self._engine = engine
-        elif engine is not None:
-            self._engine = engine.open(policy.trained)
 
     def capabilities(self) -> Mapping[str, object]:
         """Return the abilities of this model on this machine.
@@ -262,15 +248,15 @@ class LocalBackend(InProcessBackend):
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
         super().close()
         if not self._worker.forked:  # they are those of the process that opened it
-            for beside in (self._ranks, self._engine):
+            for beside in (self._leader, self._engine):
                 if beside is not None:
                     beside.close()
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        trainer = self._ranks or self._trainer
-        outputs, parts = yield from trainer.run(data, loss, want, backward=backward)
+        self._check_ranks()
+        outputs, parts = yield from self._trainer.run(data, loss, want, backward=backward)
         arrays = {name: [x.numpy() for x in outputs[name]] for name in ("logprobs", *want)}
         return assemble_output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
@@ -279,13 +265,16 @@ class LocalBackend(InProcessBackend):
         return super()._optimize(params)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
-        return (self._ranks or self._trainer).step(params)
+        metrics = self._trainer.step(params)
+        if self._leader is not None:
+            self._leader.share()
+        return metrics
 
     def _facts(self) -> dict[str, object]:
         return {**self._settings, "device": str(self.base.device), "lora": self._policy.lora, **super()._facts()}
 
     def _drop(self) -> None:
-        (self._ranks or self._trainer).clear()
+        self._trainer.clear()
 
     def _snapshot(self) -> Sampler:
         self._check_ranks()  # sampling with vLLM would go on
@@ -295,7 +284,7 @@ class LocalBackend(InProcessBackend):
                 self._engine.load_adapter(trained_adapter(self._policy.peft), self.version)
                 engine_sampler = self._engine.sampler(self.version)
             return check_sampler(f"sampler({self.version})", engine_sampler)
-        return LocalSampler(self, self._newest(), self._seeds, self._submit)
+        return LocalSampler(self, self._newest(), self._seeds, self._draws.submit)
 
     def _newest(self) -> Snapshot:
         """Return a snapshot of the policy as it is: one for each step, which the samplers in between share."""
@@ -303,8 +292,8 @@ class LocalBackend(InProcessBackend):
         if snapshot is None or snapshot.version != self.version:
             snapshot = self._policy.snapshot(self.version)
             self._latest = weakref.ref(snapshot)
-            if self._ranks is not None:
-                self._ranks.take(snapshot)
+            if self._leader is not None:
+                self._leader.add_snapshot(snapshot)
         return snapshot
 
     def _live(self, *, recompute: bool) -> LiveSampler:
@@ -315,20 +304,19 @@ class LocalBackend(InProcessBackend):
                 return self._queue.enqueue("update", lambda: live.switch_to(self._snapshot()))
 
             return SuccessiveSampler(first, update)
-        draws = self._ranks or self._scheduler
-        live = LiveLocalSampler(self, self._newest, self._seeds, draws, self._queue, recompute=recompute)
-        if self._ranks is not None:
-            self._ranks.take(live.snapshot)
+        live = LiveLocalSampler(self, self._newest, self._seeds, self._draws, self._queue, recompute=recompute)
+        if self._leader is not None:
+            self._leader.add_snapshot(live.snapshot)
         return live
 
     def _base(self) -> Sampler:
         if self._engine is not None:
             return check_sampler("base_sampler()", self._engine.base_sampler())
-        return LocalSampler(self, self._policy.bare, self._seeds, self._submit)
+        return LocalSampler(self, self._policy.bare, self._seeds, self._draws.submit)
 
     def _check_ranks(self) -> None:
-        if self._ranks is not None:
-            self._ranks.check()
+        if self._leader is not None:
+            self._leader.check()
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of a saved state, which costs the memory of the adapter alone. See ``SavedSamplers``."""
@@ -341,7 +329,7 @@ class LocalBackend(InProcessBackend):
                 saved = lora_of(state, None)
                 adapter = adapter_in(folder, self.base.model, self.base.device)
                 snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
-            return LocalSampler(self, snapshot, self._seeds, self._submit)
+            return LocalSampler(self, snapshot, self._seeds, self._draws.submit)
 
         return self._queue.enqueue("saved_sampler", job)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import attrs
 import numpy as np
 import torch
 from torch import nn
@@ -16,15 +18,45 @@ from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.trainer import DISTRIBUTION_OUTPUTS
-from rlkit.errors import BackendError
+from rlkit.errors import BackendError, RankLost
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
     from rlkit.losses.prepare import Driver, Level, LossGradient
 
-__all__ = ["LocalTrainer", "Loss", "Outputs"]
+__all__ = ["Flat", "Hands", "Inputs", "LocalTrainer", "Loss", "Outputs", "backpropagate"]
 
 Outputs = dict[str, list[torch.Tensor]]  # name -> one float32 tensor per datum, on the CPU
+Flat: TypeAlias = Mapping[str, torch.Tensor]  # name -> [n] or [n, K], of a micro-batch's masked-in tokens, in order
+
+
+@attrs.frozen(eq=False)
+class Inputs:
+    """A micro-batch, the ids that each output is about (None: of no ids), and temperatures [n] where not all are 1."""
+
+    batch: MicroBatch
+    wanted: Mapping[str, torch.Tensor | None]
+    temperatures: torch.Tensor | None
+
+
+class Hands(Protocol):
+    """Other processes that compute micro-batches of the same model, one each in every round."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of processes, this one included."""
+
+    def forward(self, others: Sequence[Inputs], own: Callable[[], Flat], *, gradient: bool) -> list[Flat]:
+        """Return what this process computes by ``own``, and then what the others compute of ``others``."""
+
+    def backward(self, others: Sequence[Sequence[torch.Tensor]], names: Sequence[str], own: Callable[[], None]) -> None:
+        """Continue backwards from the gradients of the outputs ``names`` of the last round's micro-batches."""
+
+    def sum_gradients(self) -> None:
+        """Add the others' gradients to this process's, and drop theirs."""
+
+    def clear(self) -> None:
+        """Drop the others' gradients."""
 
 
 class Loss(Protocol):
@@ -62,7 +94,12 @@ class LocalTrainer:
         budget: tokens of a micro-batch.
         forward: what computes it.
         value_head: [hidden] -> 1 of a critic, which has values instead of what is read off logits.
+
+    Attributes:
+        hands: that compute with this process; None: it computes alone.
     """
+
+    hands: Hands | None = None
 
     def __init__(
         self, model: nn.Module, device: torch.device, budget: int, forward: Forward, value_head: nn.Module | None = None
@@ -87,11 +124,16 @@ class LocalTrainer:
             p.grad = None
         try:
             outputs, parts = yield from self._all_batches(data, loss, names, backward=backward)
+            if backward and self.hands is not None:
+                self.hands.sum_gradients()
             gradients = [p.grad for p in self.parameters.values()]
             if backward and not _all_finite([g for g in gradients if g is not None]):
                 raise BackendError("forward_backward: the gradient is not finite; it was dropped")
         except BaseException:  # a GeneratorExit, too: all of the gradient is added, or nothing
             self._set(earlier)
+            if self.hands is not None:
+                with contextlib.suppress(RankLost):
+                    self.hands.clear()
             raise
         self._set([_sum(old, new) for old, new in zip(earlier, gradients, strict=True)])
         return outputs, parts
@@ -138,30 +180,36 @@ class LocalTrainer:
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
-        batches = pack(data, self._budget, pairs=pairs, share=self.forward.shares, chunked=self.forward.chunked)
+        size, budget = 1 if self.hands is None else self.hands.size, self._budget
+        if size > 1:  # all are to have something to do
+            budget = min(budget, -(-sum(datum.tokens.size for datum in data) // size))
+        batches = pack(data, budget, pairs=pairs, share=self.forward.shares, chunked=self.forward.chunked)
+        rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
-            for batch in batches:
-                with telling(partial(self._describe, batches, batch)):
-                    self._store(outputs, batch, data, self._outputs(data, batch, needed, gradient=False))
+            for together in rounds:
+                with telling(partial(self._describe, batches, together[0])):
+                    self._compute(outputs, data, together, needed, gradient=False)
                 yield
             whole = loss.gradient(outputs[loss.driver], data, entropy=outputs.get("entropy"))
             parts.append(whole)
             if not backward:
                 return outputs, parts
-        for batch in batches:
-            with telling(partial(self._describe, batches, batch)):
-                flat = self._outputs(data, batch, needed, gradient=backward)
-                self._store(outputs, batch, data, flat)
+        for together in rounds:
+            with telling(partial(self._describe, batches, together[0])):
+                flat = self._compute(outputs, data, together, needed, gradient=backward)
             if loss is not None:
-                part = whole
-                if part is None:
-                    part = _compute_gradient(loss, data, outputs, batch.members)
-                    parts.append(part)
+                gradients = []
+                for batch in together:
+                    part, places = whole, list(batch.members)
+                    if part is None:
+                        part, places = _compute_gradient(loss, data, outputs, places), list(range(len(places)))
+                        parts.append(part)
+                    if backward:
+                        gradients.append(_gradients_of(part, places))
                 if backward:
-                    places = range(len(batch.members)) if whole is None else batch.members
-                    with telling(partial(self._describe, batches, batch)):
-                        self._backward(flat, loss, part, places)
+                    with telling(partial(self._describe, batches, together[0])):
+                        self._backward(flat, _needs(loss), gradients)
             del flat
             yield
         return outputs, parts
@@ -179,18 +227,31 @@ class LocalTrainer:
             remedy = "this architecture cannot split a datum: shorten it, or use bfloat16 or a smaller model"
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
-    def _backward(
-        self, flat: Mapping[str, torch.Tensor], loss: Loss, part: LossGradient, places: Sequence[int]
-    ) -> None:
-        tensors, gradients = [flat[loss.driver]], [torch.cat([part.driver[i] for i in places])]
-        if part.entropy is not None:
-            tensors.append(flat["entropy"])
-            gradients.append(torch.cat([part.entropy[i] for i in places]))
-        torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+    def _compute(
+        self,
+        outputs: Outputs,
+        data: Sequence[Datum],
+        together: Sequence[MicroBatch],
+        names: Sequence[str],
+        *,
+        gradient: bool,
+    ) -> Flat:
+        """Compute the micro-batches of a round, store their outputs, and return those of the first, of this process."""
+        inputs = [self._inputs(data, batch, names) for batch in together]
+        own = partial(self.outputs, inputs[0], gradient=gradient)
+        flats = [own()] if self.hands is None else self.hands.forward(inputs[1:], own, gradient=gradient)
+        for batch, flat in zip(together, flats, strict=True):
+            self._store(outputs, batch, data, flat)
+        return flats[0]
 
-    def _store(
-        self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _backward(self, flat: Flat, names: Sequence[str], gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        own = partial(backpropagate, flat, names, gradients[0])
+        if self.hands is None:
+            own()
+        else:
+            self.hands.backward(gradients[1:], names, own)
+
+    def _store(self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Flat) -> None:
         """Split what was computed by datum; one copy brings all of it to the CPU, where losses are computed."""
         sizes = [int(data[i].mask.sum()) for i in batch.members]
         for name, values in flat.items():
@@ -198,17 +259,20 @@ class LocalTrainer:
             for i, part in zip(batch.members, torch.split(there, sizes), strict=True):
                 outputs[name][i] = part
 
-    def _outputs(
-        self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str], *, gradient: bool
-    ) -> dict[str, torch.Tensor]:
-        """Return flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
+    def outputs(self, inputs: Inputs, *, gradient: bool) -> Flat:
+        """Return what is to be read off a micro-batch."""
         with torch.set_grad_enabled(gradient):
             if self._value_head is not None:
-                return {"values": self.forward.values(batch, self._value_head)}
-            chosen = [data[i] for i in batch.members]
-            temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
-            warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
-            return self.forward.outputs(batch, {name: self._ids(name, chosen) for name in names}, warm)
+                return {"values": self.forward.values(inputs.batch, self._value_head)}
+            return self.forward.outputs(inputs.batch, inputs.wanted, inputs.temperatures)
+
+    def _inputs(self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str]) -> Inputs:
+        if self._value_head is not None:
+            return Inputs(batch, {}, None)
+        chosen = [data[i] for i in batch.members]
+        temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
+        warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
+        return Inputs(batch, {name: self._ids(name, chosen) for name in names}, warm)
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
         """Return the ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
@@ -226,6 +290,18 @@ def _compute_gradient(loss: Loss, data: Sequence[Datum], outputs: Outputs, membe
     entropy = [outputs["entropy"][i] for i in members] if loss.entropy else None
     driver = [outputs[loss.driver][i] for i in members]
     return loss.gradient(driver, [data[i] for i in members], entropy=entropy, places=members)
+
+
+def _gradients_of(part: LossGradient, places: Sequence[int]) -> list[torch.Tensor]:
+    """Return the gradients of what ``_needs`` names: [n] or [n, K] of all tokens of the datums at ``places``."""
+    kinds = [part.driver] if part.entropy is None else [part.driver, part.entropy]
+    return [torch.cat([kind[i] for i in places]) for kind in kinds]
+
+
+def backpropagate(flat: Flat, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+    """Continue backwards from the gradients of outputs."""
+    tensors = [flat[name] for name in names[: len(gradients)]]
+    torch.autograd.backward(tensors, [g.to(x.device) for x, g in zip(tensors, gradients, strict=True)])
 
 
 def _needs(loss: Loss | None) -> list[str]:

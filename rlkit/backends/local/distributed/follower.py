@@ -1,0 +1,213 @@
+"""Ranks other than 0: ``python -m rlkit.backends.local.distributed.follower`` is one, told its number by stdin.
+
+Under torchrun ``LocalBackend`` follows in every process but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rlkit.backends.early import device_of
+from rlkit.backends.local import load_policy
+from rlkit.backends.local.checks import check_options
+from rlkit.backends.local.distributed._messages import (
+    Request,
+    pack_result,
+    unpack_inputs,
+    unpack_request,
+)
+from rlkit.backends.local.distributed.leader import BASE, flatten, load_flat, take_turns
+from rlkit.backends.local.distributed.sharding import ShardedWeights
+from rlkit.backends.local.distributed.world import SLACK, FollowerWorld, open_store
+from rlkit.backends.local.sampling.sampler import Snapshot
+from rlkit.backends.local.training.trainer import Flat, backpropagate
+from rlkit.types import Lora
+
+
+class Follower:
+    """The same model and adapter as rank 0's, of one backend.
+
+    Args:
+        world: with rank 0.
+        options: rank 0's, of the local backend.
+        device: this rank's.
+        weights: the base's, where ranks share them out.
+    """
+
+    def __init__(
+        self, world: FollowerWorld, options: Mapping[str, Any], device: str, weights: ShardedWeights | None
+    ) -> None:
+        here = {"lora": Lora(**options["lora"]), "device": device, "processes": 1, "shard": False}
+        self._world, self._weights = world, weights
+        self._policy = load_policy(check_options(**{**options, **here}), weights)
+        self._trainer, self._scheduler = self._policy.trainer, self._policy.scheduler
+        self._parameters = list(self._trainer.parameters.values())
+        self._device = torch.device(device)
+        self._shared = self._device if dist.get_backend(world.group) == "nccl" else torch.device("cpu")
+        self._snapshots: dict[int, Snapshot] = {BASE: self._policy.bare}
+        self._requests: dict[int, Request] = {}
+        self._flat: Flat = {}
+        self._error: str | None = None  # of this call
+
+    def forward(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Compute a micro-batch, and answer with its outputs."""
+        self._flat = {}
+        if tensors and self._error is None:
+            with self._reporting():
+                inputs = unpack_inputs((header, tensors), self._device)
+                self._flat = self._trainer.outputs(inputs, gradient=header["gradient"])
+        answer = {"error": self._error, "names": list(self._flat)}
+        self._world.answer((answer, [x.detach().float() for x in self._flat.values()]))
+        if not header["gradient"]:
+            self._flat, self._error = {}, None
+
+    def backward(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Add the gradient of the micro-batch."""
+        if tensors and self._error is None:
+            with self._reporting():
+                backpropagate(self._flat, header["names"], tensors)
+        self._flat = {}
+
+    def finish(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Answer whether all went well."""
+        del header, tensors
+        self._world.answer(({"error": self._error}, []))
+
+    def sum(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Add the gradient to rank 0's, and drop it."""
+        flat = flatten([p.grad for p in self._parameters], self._parameters).to(self._shared)
+        dist.reduce(flat, 0, group=self._world.group)
+        self.clear(header, tensors)
+
+    def clear(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Drop the gradient of this call."""
+        del header, tensors
+        self._flat, self._error = {}, None
+        self._trainer.clear()
+
+    def adapter(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Take rank 0's adapter as it is now."""
+        del header, tensors
+        flat = flatten(self._parameters, self._parameters).to(self._shared)
+        dist.broadcast(flat, 0, group=self._world.group)
+        load_flat(flat, self._parameters)
+        self._trainer.forward.prepare()
+
+    def snapshot(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Take a snapshot of the adapter."""
+        del tensors
+        self._snapshots[header["number"]] = self._policy.snapshot(header["version"])
+
+    def update(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Update a live sampler's snapshot."""
+        del tensors
+        snapshot, newer = (self._snapshots[header[name]] for name in ("snapshot", "newer"))
+        with self._reporting():
+            self._scheduler.update(snapshot, newer, recompute=header["recompute"])
+        self._world.answer(({"error": self._error}, []))
+        self._error = None
+
+    def tick(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Begin requests, decode a little, and answer with what has ended."""
+        for number in header["forgotten"]:
+            self._snapshots.pop(number, None)
+        for key in header["dropped"]:
+            if key in self._requests:
+                self._requests[key].drop()
+        for key, number, described, count in header["new"]:
+            own, tensors = tensors[:count], tensors[count:]
+            request = unpack_request((described, own), self._snapshots[number], self._policy.base.tokenizer)
+            self._requests[key] = request
+            self._scheduler.submit(request)
+        take_turns(self._scheduler)
+        ended = {key: pack_result(request) for key, request in self._requests.items() if request.future.done()}
+        for key in ended:
+            del self._requests[key]
+        entries = [[key, result, len(several)] for key, (result, several) in ended.items()]
+        self._world.answer(({"done": entries}, [x for _, several in ended.values() for x in several]))
+
+    def close(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Free the model."""
+        del header, tensors
+        self._scheduler.stop()
+        if self._weights is not None:
+            self._weights.close()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Keep what is raised, for rank 0."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # rank 0 raises it
+            self._error = f"{type(error).__name__}: {error}"
+
+
+def follow(world: FollowerWorld) -> None:
+    """Do what rank 0 says until it leaves."""
+    backends: dict[int, Follower] = {}
+    while True:
+        header, tensors = world.receive()
+        kind, number = header["order"], header.get("backend")
+        if kind == "end":
+            return
+        if kind == "open":
+            backends |= _open(world, header)
+        elif number in backends:
+            getattr(backends[number], kind)(header, list(tensors))
+            if kind == "close":
+                del backends[number]
+
+
+def _open(world: FollowerWorld, header: Mapping[str, Any]) -> dict[int, Follower]:
+    device, error, opened = header["device"], None, dict[int, Follower]()
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', world.rank)}"
+    groups = world.make_shard_groups() if header["options"].get("shard") else None  # in rank 0's order
+    try:
+        weights = None if groups is None else ShardedWeights(torch.device(device), *groups, world.deadline + SLACK)
+        opened[header["backend"]] = Follower(world, header["options"], device, weights)
+    except Exception as raised:  # noqa: BLE001  # rank 0 raises it
+        error = f"{type(raised).__name__}: {raised}"
+    world.answer(({"error": error}, []))
+    return opened
+
+
+def follow_torchrun(start: float, deadline: float, named: str | None) -> NoReturn:
+    """Follow in a process that torchrun started, on the device that the user named; then leave the program."""
+    device = "cuda" if named in (None, "cuda") and device_of(named).type == "cuda" else "cpu"
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    _follow_until_end(FollowerWorld(None, rank, size, device, start, deadline))
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """Follow in a process that rank 0 started."""
+    told = json.loads(sys.stdin.read())
+    store = open_store(told["folder"], told["start"])
+    store.set(f"rank{told['rank']}", "here")
+    shape = (told["rank"], told["size"], told["device"], told["start"], told["deadline"])
+    _follow_until_end(FollowerWorld(store, *shape))
+    sys.stdout.flush()
+    os._exit(0)  # threads of libraries that were loaded would be waited for
+
+
+def _follow_until_end(world: FollowerWorld) -> None:
+    try:
+        follow(world)
+    except RuntimeError as error:  # of torch.distributed: rank 0 is gone, or another rank
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
