@@ -74,7 +74,7 @@ def pack_inputs(inputs: Inputs) -> Part:
     runs = [[run.begin, run.end, [[x.start, x.stop] for x in run.before]] for run in batch.runs]
     given = [name for name, ids in inputs.wanted.items() if ids is not None]
     header = {"runs": runs, "wanted": list(inputs.wanted), "given": given, "warm": inputs.temperatures is not None}
-    tensors = [torch.from_numpy(x) for x in (batch.tokens, batch.positions, batch.index)]
+    tensors = [_tensor(x) for x in (batch.tokens, batch.positions, batch.index)]
     tensors += [ids for ids in inputs.wanted.values() if ids is not None]
     return header, tensors if inputs.temperatures is None else [*tensors, inputs.temperatures]
 
@@ -93,9 +93,9 @@ def pack_request(request: Request) -> Part:
     """Return a request without its snapshot."""
     if isinstance(request, ScoreRequest):
         header = {"temperature": request.temperature, "top": request.top}
-        return header, [torch.from_numpy(request.tokens), torch.from_numpy(request.ids)]
+        return header, [_tensor(request.tokens), _tensor(request.ids)]
     shape = {"seed": request.seed, "n": len(request.rngs), "limit": request.limit}
-    return {"params": attrs.asdict(request.params), **shape}, [torch.from_numpy(request.prompt)]
+    return {"params": attrs.asdict(request.params), **shape}, [_tensor(request.prompt)]
 
 
 def unpack_request(part: Part, snapshot: Snapshot, tokenizer: Tokenizer) -> Request:
@@ -115,10 +115,10 @@ def pack_result(request: Request) -> Part:
     if error is not None:
         return {"error": str(error)}, []
     if isinstance(request, ScoreRequest):
-        return {}, [torch.from_numpy(x) for x in request.future.result()]
+        return {}, [_tensor(x) for x in request.future.result()]
     samples = request.future.result()
     arrays = [x for sample in samples for x in (sample.tokens, sample.logprobs, sample.token_versions)]
-    return {"reasons": [sample.stop_reason for sample in samples]}, [torch.from_numpy(np.array(x)) for x in arrays]
+    return {"reasons": [sample.stop_reason for sample in samples]}, [_tensor(x) for x in arrays]
 
 
 def unpack_result(request: Request, part: Part) -> Any:
@@ -136,3 +136,7 @@ def unpack_result(request: Request, part: Part) -> Any:
         sample = Sample(request.prompt, tokens, logprobs, reason, version=int(versions[0]), versions=mixed, **drawn)
         samples.append(sample)
     return samples
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))  # a copy: torch warns of arrays that nobody may write to

@@ -109,8 +109,8 @@ class Follower:
     def update(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Update a live sampler's snapshot."""
         del tensors
-        snapshot, newer = (self._snapshots[header[name]] for name in ("snapshot", "newer"))
         with self._reporting():
+            snapshot, newer = (self._snapshots[header[name]] for name in ("snapshot", "newer"))
             self._scheduler.update(snapshot, newer, recompute=header["recompute"])
         self._world.answer(({"error": self._error}, []))
         self._error = None

@@ -249,29 +249,31 @@ class Leader:
 
     def turn(self) -> None:
         """Deal requests out, have all ranks decode a little, and take what has ended."""
-        parts = self._deal()
-        if not (any(header["new"] or header["dropped"] for header, _ in parts) or self._sent):
-            self._scheduler.turn()
-            return
-        forgotten = [self._dead.popleft() for _ in range(len(self._dead))]
         try:
-            with self._world.lock:
-                self._order("tick", parts, forgotten=forgotten)
-                take_turns(self._scheduler)
-                answers = self._world.answers()
-        except RankLost as error:
+            parts = self._deal()
+            if self._sent:
+                self._exchange(parts)
+            else:
+                self._scheduler.turn()
+        except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the worker goes on
             self._refuse(error)
-            return
-        for header, tensors in answers:
-            left = list(tensors)
-            for key, result, count in header["done"]:
-                self._settle(self._sent.pop(key), (result, left[:count]))
-                del left[:count]
 
     def stop(self) -> None:
         """See ``Background``."""
         self._refuse(BackendError("the local backend was closed before this was sampled"))
         self._scheduler.stop()
+
+    def _exchange(self, parts: Sequence[Part]) -> None:
+        forgotten = [self._dead.popleft() for _ in range(len(self._dead))]
+        with self._world.lock:
+            self._order("tick", parts, forgotten=forgotten)
+            take_turns(self._scheduler)
+            answers = self._world.answers()
+        for header, tensors in answers:
+            left = list(tensors)
+            for key, result, count in header["done"]:
+                self._settle(self._sent.pop(key), (result, left[:count]))
+                del left[:count]
 
     def _deal(self) -> list[Part]:
         """Return what each other rank is told: new requests, and those that no one waits for any more."""

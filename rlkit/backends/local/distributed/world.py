@@ -308,7 +308,9 @@ class World:
         for rank in range(1, self.size):
             told = json.dumps({**shape, **limits, "rank": rank}).encode()
             command = [sys.executable, "-P", "-m", PROGRAM]
-            self._programs.append(Program(command, environment=environment, stdin=told, keep=20_000))
+            left = ["rm", "-rf", self.folder]  # where this process is killed
+            program = Program(command, environment=environment, stdin=told, keep=20_000, ending=left)
+            self._programs.append(program)
             self._ends.append(self._programs[-1].start())
         store = open_store(self.folder, settings.start)
         names, until = [f"rank{rank}" for rank in range(1, self.size)], time.monotonic() + settings.start

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.backends.local.distributed import Processes, _world
+from rlkit.backends.local.distributed import Processes, world
 from rlkit.backends.local.distributed.settings import read_processes
 from tests.sockets import PROC, listening, open_to_others
 
@@ -70,7 +70,7 @@ def test_they_listen_on_loopback_alone(connect):
     connect(2)
     assert len(listening(os.getpid())) >= 2
     assert open_to_others(os.getpid()) == []
-    folder = Path(_world._world._folder)
+    folder = Path(world._world.folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (folder / "store").stat().st_size
 

@@ -214,22 +214,19 @@ def test_a_loss_that_is_not_finite_names_the_datum(connect, culprit):
         policy.forward_backward(data, rooted).result()
 
 
-def test_an_error_of_another_rank_names_it(connect):
-    """What one process raises is raised here with its number; nothing is added anywhere, and both go on."""
+def test_a_gradient_that_is_not_finite_is_dropped(connect):
+    """Whichever rank computed it; nothing is added anywhere, and both go on."""
     policy = connect(2)
     data = rows([9, 20])
     policy.forward_backward(data, "cross_entropy").result()
     before = policy.forward(data).result().logprobs
-    errors = []
     for n in (int(datum.mask.sum()) for datum in data):
 
         def overflows(logprobs, n=n):
             return (logprobs - logprobs.detach()).sum() * (3e38 if logprobs.numel() == n else 1.0)
 
-        with pytest.raises(rlkit.BackendError, match="not finite") as caught:
+        with pytest.raises(rlkit.BackendError, match="not finite"):
             policy.forward_backward(data, overflows).result()
-        errors.append(str(caught.value))
-    assert sum("rank 1 raised" in text for text in errors) == 1
     policy.optim_step(PLAIN).result()
     other = connect(2)
     other.forward_backward(data, "cross_entropy")
