@@ -7,8 +7,9 @@ import pytest
 
 import rlkit
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+
+import torch
 
 from rlkit._seeds import streams
 from rlkit.backends.local.distributed import _messages as messages
@@ -67,7 +68,8 @@ def test_requests_and_results():
         assert np.array_equal(got.prompt, PROMPT)
     drawn = {"stop_reason": "length", **params.sampling_options}
     samples = [
-        rlkit.Sample(PROMPT, [8, 9], [-1.0, -0.5], versions=np.array(versions), **drawn) for versions in ([2, 3], [3, 3])
+        rlkit.Sample(PROMPT, [8, 9], [-1.0, -0.5], versions=np.array(versions), **drawn)
+        for versions in ([2, 3], [3, 3])
     ]
     got.future.set_result(samples)
     found = messages.unpack_result(sent, there(messages.pack_result(got)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -96,10 +98,15 @@ OWN = {
 
 @pytest.mark.parametrize("level", OWN)
 def test_own_losses(pair, tmp_path, level):
-    """A user's function of the whole batch, of pairs, or of a datum and its entropies, as on one process."""
+    """A user's function of the whole batch, of pairs, or of a datum and its entropies, as on one process.
+
+    After a step: others have to read the adapter that it made.
+    """
     data = [d for d in rows([3, 60, 9, 5, 33, 17, 4]) if d.mask.any()]
     found = []
     for policy in pair:
+        policy.forward_backward(data, "cross_entropy")
+        policy.optim_step(PLAIN)
         before = weights(policy, tmp_path)
         output = policy.forward_backward(data, OWN[level]).result()
         policy.optim_step(PLAIN).result()
@@ -162,6 +169,40 @@ def test_samples_are_spread_and_the_same_to_the_bit(connect):
         assert a.logprobs.tobytes() == b.logprobs.tobytes()
     for a, b in zip(drawn[0][1], drawn[1][1], strict=True):
         assert np.allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+def test_samples_are_drawn_while_it_trains(connect):
+    """Between the rounds of one call, by both processes; also of a second policy, trained by another thread."""
+    params = rlkit.SamplingParams(max_tokens=60, stop=())
+    data = rows([30] * 31, seed=1)  # an odd number of micro-batches
+    policies, losses = [connect(2, micro_batch_tokens=30) for _ in range(2)], {}
+
+    def train(policy, sampler):
+        drawn = [sampler.sample([5, k], params, n=4, seed=k) for k in range(4)]
+        for _ in range(3):
+            policy.forward_backward(data, "cross_entropy")
+            policy.optim_step(rlkit.Adam(learning_rate=0.003))
+        losses[policy] = policy.forward(data, "cross_entropy").result().metrics["loss:sum"]
+        return [x.tokens.tolist() for future in drawn for x in future.result()]
+
+    with ThreadPoolExecutor(2) as pool:
+        samplers = [policy.sampler().result() for policy in policies]
+        running = [pool.submit(train, *both) for both in zip(policies, samplers, strict=True)]
+        found = [future.result(120) for future in running]
+    assert found[0] == found[1]
+    assert losses[policies[0]] == losses[policies[1]]
+
+
+def test_a_loss_may_ask_another_policy(connect):
+    """Such as a teacher on the same processes."""
+    student, teacher = connect(2), connect(2)
+    with teacher.sampler().result() as sampler:
+
+        def distil(logprobs):
+            asked = [sampler.logprobs([5, 6, 7]) for _ in range(4)]
+            return -logprobs.sum() * float(sum(future.result(60).sum() for future in asked))
+
+        assert student.forward_backward(rows([9, 20, 8]), distil).result().metrics["tokens:sum"] > 0
 
 
 def test_a_cancelled_request_makes_room(connect):
