@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -104,6 +104,7 @@ class Follower:
     def snapshot(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Take a snapshot of the adapter."""
         del tensors
+        self._forget(header["forgotten"])
         self._snapshots[header["number"]] = self._policy.snapshot(header["version"])
 
     def update(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -117,8 +118,7 @@ class Follower:
 
     def tick(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Begin requests, decode a little, and answer with what has ended."""
-        for number in header["forgotten"]:
-            self._snapshots.pop(number, None)
+        self._forget(header["forgotten"])
         for key in header["dropped"]:
             if key in self._requests:
                 self._requests[key].drop()
@@ -140,6 +140,10 @@ class Follower:
         self._scheduler.stop()
         if self._weights is not None:
             self._weights.close()
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._snapshots.pop(number, None)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -206,7 +206,7 @@ class Leader:
         """Have all take the same snapshot of their adapter."""
         number = next(self._snapshots)
         with self._world.lock:
-            self._order("snapshot", number=number, version=snapshot.version)
+            self._order("snapshot", number=number, version=snapshot.version, forgotten=self._forgotten())
         self._numbers[snapshot] = number
         weakref.finalize(snapshot, self._dead.append, number).atexit = False
 
@@ -264,9 +264,8 @@ class Leader:
         self._scheduler.stop()
 
     def _exchange(self, parts: Sequence[Part]) -> None:
-        forgotten = [self._dead.popleft() for _ in range(len(self._dead))]
         with self._world.lock:
-            self._order("tick", parts, forgotten=forgotten)
+            self._order("tick", parts, forgotten=self._forgotten())
             take_turns(self._scheduler)
             answers = self._world.answers()
         for header, tensors in answers:
@@ -301,6 +300,10 @@ class Leader:
             tensors = [x for _, _, (_, several) in new[rank] for x in several]
             parts.append(({"new": entries, "dropped": dropped[rank]}, tensors))
         return parts
+
+    def _forgotten(self) -> list[int]:
+        """Return the snapshots that nobody has any more."""
+        return [self._dead.popleft() for _ in range(len(self._dead))]
 
     def _settle(self, sent: _Sent, result: Part) -> None:
         self._unload(sent.rank, sent.size)

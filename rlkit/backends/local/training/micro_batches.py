@@ -22,15 +22,16 @@ from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.training._flex_attention import tree_attention
 from rlkit.types import Datum
 
-__all__ = ["LOOK_BACK", "MicroBatch", "cuts", "in_common", "pack", "row_costs", "tree_costs"]
+__all__ = ["MicroBatch", "pack"]
 
 BATCHES = 32  # one more batch is worth it where it saves a 32nd of the budget
-LOOK_BACK = 4  # in sorted order a datum has most in common with the one before it; pairs break the order
+_LOOK_BACK = 4  # in sorted order a datum has most in common with the one before it; pairs break the order
+_HALVINGS = 8  # of the budget, to find the least one
 
 Costs: TypeAlias = Callable[[int, int], np.ndarray]  # first unit, budget -> tokens with one unit, two, ...; enough
 
 
-def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[slice]:
+def _cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[slice]:
     """Return where to begin a new batch, so that the fewest tokens are computed in all.
 
     Args:
@@ -39,7 +40,7 @@ def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sli
         budget: tokens of a batch, if it is more than one unit.
         longer: a batch whose first unit alone has more tokens may have this many times that unit's.
 
-    >>> cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 16)
+    >>> _cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 16)
     [slice(0, 1, None), slice(1, 4, None)]
     """
     best = np.full(units + 1, np.inf)
@@ -61,19 +62,37 @@ def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sli
     return slices[::-1]
 
 
-def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1) -> Costs:
-    """Return the costs of prefix trees: what one of the ``LOOK_BACK`` members before has as well is computed once."""
-    common = np.zeros((len(members), LOOK_BACK + 1), int)  # at most with so many members before in the batch
+def _even_cuts(units: int, costs: Costs, budget: int, longer: float, among: int) -> list[slice]:
+    """Return cuts for processes that take a batch each in every round: as many rounds, with about as many tokens for all.
+
+    >>> _even_cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 100, 1.0, 2)
+    [slice(0, 2, None), slice(2, 4, None)]
+    """
+    slices = _cuts(units, costs, budget, longer)
+    most, low = among * -(-len(slices) // among), 0
+    for _ in range(_HALVINGS):
+        middle = (low + budget) // 2
+        tried = _cuts(units, costs, middle, longer)
+        if len(tried) <= most:
+            slices, budget = tried, middle
+        else:
+            low = middle
+    return slices
+
+
+def _tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1) -> Costs:
+    """Return the costs of prefix trees: what one of the ``_LOOK_BACK`` members before has as well is computed once."""
+    common = np.zeros((len(members), _LOOK_BACK + 1), int)  # at most with so many members before in the batch
     for m in range(len(members)):
-        for d in range(1, LOOK_BACK + 1):
-            here = in_common(members[m], members[m - d], block) if m >= d else 0
+        for d in range(1, _LOOK_BACK + 1):
+            here = _in_common(members[m], members[m - d], block) if m >= d else 0
             common[m, d] = max(common[m, d - 1], here)
     added = np.array([x.size for x in members], int) - common[:, -1]
     before = np.concatenate([[0], np.cumsum(added)])
 
     def costs(unit: int, budget: int) -> np.ndarray:
         first = int(firsts[unit])
-        few = np.arange(min(LOOK_BACK, len(members) - first))
+        few = np.arange(min(_LOOK_BACK, len(members) - first))
         more = np.cumsum(common[first + few, -1] - common[first + few, few])  # the first ones have less before them
         last = np.searchsorted(before, before[first] + budget, "right")
         ends = firsts[unit + 1 : np.searchsorted(firsts, last, "right") + 1]
@@ -83,7 +102,7 @@ def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1
     return costs
 
 
-def row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
+def _row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
     """Return the costs of rows that are padded to the longest, which is the last."""
     sizes = np.array([x.size for x in members], int)
 
@@ -96,10 +115,10 @@ def row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
     return costs
 
 
-def in_common(a: np.ndarray, b: np.ndarray, block: int = 1) -> int:
+def _in_common(a: np.ndarray, b: np.ndarray, block: int = 1) -> int:
     """Return how many tokens both begin with, in whole blocks.
 
-    >>> in_common(np.arange(9), np.array([0, 1, 2, 3, 5])), in_common(np.arange(9), np.arange(9), 4)
+    >>> _in_common(np.arange(9), np.array([0, 1, 2, 3, 5])), _in_common(np.arange(9), np.arange(9), 4)
     (4, 8)
     """
     n = min(a.size, b.size)
@@ -169,7 +188,7 @@ class MicroBatch:
 
 
 def pack(
-    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: int = 1, chunked: bool = False
+    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: int = 1, chunked: bool = False, among: int = 1
 ) -> list[MicroBatch]:
     """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
@@ -182,24 +201,22 @@ def pack(
             save less than that.
         chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others with
             it, with which it shares tokens: ``LONGER`` times its own at most, since some is kept of every token.
+        among: so many processes compute one each in every round: there are no more rounds than ``budget`` asks for.
     """
     if share > 1:
-        options = {"pairs": pairs, "chunked": chunked}
+        options = {"pairs": pairs, "chunked": chunked, "among": among}
         trees, rows = (_packed(data, budget, share=x, **options) for x in (share, 0))
         fewer = sum(batch.tokens.size for batch in trees) < sum(batch.padded for batch in rows)
         return trees if fewer else rows
-    return _packed(data, budget, pairs=pairs, share=share, chunked=chunked)
+    return _packed(data, budget, pairs=pairs, share=share, chunked=chunked, among=among)
 
 
-def cut_units(data: Sequence[Datum], *, pairs: bool) -> tuple[list[range], dict[int, np.ndarray]]:
-    """Return the indices of datums that stay together, and what is read of each that has a masked-in token."""
+def _packed(
+    data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool, among: int
+) -> list[MicroBatch]:
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
-    return units, {i: d.tokens[: np.flatnonzero(d.mask)[-1]] for i, d in enumerate(data) if d.mask.any()}
-
-
-def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool) -> list[MicroBatch]:
-    units, read = cut_units(data, pairs=pairs)
+    read = {i: d.tokens[: np.flatnonzero(d.mask)[-1]] for i, d in enumerate(data) if d.mask.any()}
     chosen = [scored for unit in units if (scored := [i for i in unit if i in read])]
     if share:
         chosen.sort(key=lambda unit: read[unit[0]].tobytes())
@@ -207,14 +224,19 @@ def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chun
         chosen.sort(key=lambda unit: max(read[i].size for i in unit))
     members = [read[i] for unit in chosen for i in unit]
     firsts = np.cumsum([0, *map(len, chosen)])
-    costs = tree_costs(members, firsts, share) if share else row_costs(members, firsts)
+    costs = _tree_costs(members, firsts, share) if share else _row_costs(members, firsts)
+    longer = LONGER if chunked else 1.0
+    if among == 1:
+        parts = _cuts(len(chosen), costs, budget, longer)
+    else:
+        parts = _even_cuts(len(chosen), costs, min(budget, sum(x.size for x in members)), longer, among)
     batches = []
-    for part in cuts(len(chosen), costs, budget, LONGER if chunked else 1.0):
+    for part in parts:
         batch = _Filling(share)
         for i in itertools.chain(*chosen[part]):
             batch.take(i, read)
         batches.append(batch.done(data))
-    return batches
+    return batches if among == 1 else sorted(batches, key=lambda batch: batch.tokens.size)
 
 
 @attrs.define
@@ -231,8 +253,8 @@ class _Filling:
     def take(self, i: int, read: dict[int, np.ndarray]) -> None:
         """Append a datum."""
         tokens = read[i]
-        earlier = self.members[-LOOK_BACK:] if self.share else []
-        n, like = max(((in_common(tokens, read[j], self.share), j) for j in earlier), default=(0, i))
+        earlier = self.members[-_LOOK_BACK:] if self.share else []
+        n, like = max(((_in_common(tokens, read[j], self.share), j) for j in earlier), default=(0, i))
         before = self.places[like][:n] if n else np.zeros(0, np.int64)
         end = self.size + tokens.size - n
         self.members.append(i)

@@ -180,10 +180,9 @@ class LocalTrainer:
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
-        size, budget = 1 if self.hands is None else self.hands.size, self._budget
-        if size > 1:  # all are to have something to do
-            budget = min(budget, -(-sum(datum.tokens.size for datum in data) // size))
-        batches = pack(data, budget, pairs=pairs, share=self.forward.shares, chunked=self.forward.chunked)
+        size = 1 if self.hands is None else self.hands.size
+        shape = {"share": self.forward.shares, "chunked": self.forward.chunked}
+        batches = pack(data, self._budget, pairs=pairs, among=size, **shape)
         rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once

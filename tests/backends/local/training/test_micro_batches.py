@@ -337,6 +337,25 @@ def test_groups_stay_whole():
     assert [batch.tokens.size for batch in pack(data, 200)] == [61 + 5 * 10] * 3
 
 
+@given(batches_of_data(), st.integers(8, 80), st.integers(2, 5), st.booleans())
+@examples(60)
+def test_several_processes_have_no_more_rounds(data, budget, among, share):
+    """Nor larger batches, and each datum is in one of them."""
+    alone, found = pack(data, budget, share=share), pack(data, budget, share=share, among=among)
+    assert sorted(i for b in found for i in b.members) == sorted(i for b in alone for i in b.members)
+    assert -(-len(found) // among) <= -(-len(alone) // among)
+    assert all(b.tokens.size <= budget or len(b.members) == 1 for b in found)
+
+
+def test_several_processes_have_as_much_to_do():
+    """A group is cut where its prompt costs less than waiting; where there are more rounds, batches of a size meet."""
+    data = [rlkit.Datum.supervised(np.arange(500), np.full(101, k)) for k in range(8)]
+    for among, sizes in ((1, [1300]), (2, [900, 900]), (3, [700, 800, 800]), (8, [600] * 8)):
+        assert [batch.tokens.size for batch in pack(data, 10**4, among=among)] == sizes
+    data = [rlkit.Datum.supervised([k], np.full(size, k)) for k, size in enumerate([9, 30, 9, 30])]
+    assert [batch.tokens.size for batch in pack(data, 30, among=2)] == [9, 9, 30, 30]
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_many_datums_are_packed_fast_enough(share):
     """Ten thousand of them: no step is quadratic."""
