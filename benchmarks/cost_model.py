@@ -139,25 +139,23 @@ DEVICES = {
 def bytes_moved(model: Model, work: Work) -> dict[str, float]:
     """Return the bytes of a step, by what travels.
 
-    - "gradient": an adapter's, in float32, which every rank adds up with the others.
-    - "gradient, sent by each rank": of that, by a ring: 2 (N - 1) / N times.
-    - "datums": tokens (8 bytes), masks (1) of what other ranks compute; a prompt travels with each completion.
-    - "logprobs": of chosen tokens to the loss and once more with the results, and the gradient back: 3 float32 each.
+    - "gradient": an adapter's, in float32, summed in rank 0; after a step as many bytes of the adapter go back.
+    - "datums": tokens that other ranks compute, with positions, and chosen ones with their places: int64 each.
+    - "logprobs": of chosen tokens to the loss, and the gradient back: 2 float32 each.
     - "weights, received by each rank": where they are sharded: gathered in the forward and in the backward pass.
     - "adapter": a file for each sampler, without the names in it.
     - "prompts", "samples": JSON to and from samplers; a group is one request.
 
     >>> moved = bytes_moved(MODELS["7B"], Work(ranks=8))
     >>> round(moved["gradient"] / 1e6), round(moved["logprobs"] / 1e6, 1)
-    (323, 2.8)
+    (323, 1.8)
     """
     elsewhere = (work.ranks - 1) / work.ranks
     adapter = FLOAT * model.lora(work.lora_rank, unembed=work.unembed)
     return {
         "gradient": adapter if work.ranks > 1 else 0.0,
-        "gradient, sent by each rank": 2 * elsewhere * adapter,
-        "datums": elsewhere * 9 * work.completions * (work.prompt + work.completion),
-        "logprobs": elsewhere * 3 * FLOAT * work.chosen,
+        "datums": elsewhere * 16 * (work.computed + work.chosen),
+        "logprobs": elsewhere * 2 * FLOAT * work.chosen,
         "weights, received by each rank": 2 * work.gathers * elsewhere * model.nbytes,
         "adapter": adapter * work.samplers,
         "prompts": TOKEN_BYTES * work.prompts * work.prompt,
@@ -183,7 +181,7 @@ def seconds(model: Model, work: Work, device: Device) -> dict[str, float]:
     """Return the seconds that a step takes at least, by part, and "tokens per second" of them together.
 
     Sampling: every step of a sampler reads the weights and all keys and values, or computes; whichever is longer.
-    Training: the products, shared by ranks; "gradient": its way around the ring; sharded weights are not in it.
+    Training: the products, shared by ranks; "gradient": to rank 0, and the adapter back; sharded weights are not in it.
 
     >>> one, eight = (seconds(MODELS["7B"], Work(ranks=n, samplers=n), DEVICES["H100"]) for n in (1, 8))
     >>> round(eight["tokens per second"] / one["tokens per second"], 1)
@@ -194,7 +192,7 @@ def seconds(model: Model, work: Work, device: Device) -> dict[str, float]:
     found = {
         "sampling": max(read / device.memory, work_of["sampling"] / work.samplers / device.products),
         "training": work_of["training"] / work.ranks / device.products,
-        "gradient": bytes_moved(model, work)["gradient, sent by each rank"] / device.link,
+        "gradient": 2 * bytes_moved(model, work)["gradient"] / device.link,
     }
     return {**found, "tokens per second": work.chosen / sum(found.values())}
 

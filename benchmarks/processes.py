@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 import numpy as np
 import runner
 import workload
-from rlkit.backends.local.distributed._launch import PROGRAM
 
 import rlkit
+from rlkit.backends.local.distributed.world import PROGRAM
 
 TICK = os.sysconf("SC_CLK_TCK")
 

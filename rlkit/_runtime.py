@@ -1,4 +1,6 @@
-"""Packages that are missing or imported on first use, warnings at the user's line, what has to be closed, loopback."""
+"""Packages that are missing or imported on first use, warnings at the user's line, what has to be closed, loopback,
+torchrun.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import ipaddress
+import os
 import shlex
 import sys
 import warnings
@@ -13,16 +16,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Self
 
 from rlkit.errors import MissingPackageError
 
-__all__ = ["PACKAGE", "VERSION", "Resource", "command", "has_torch", "is_loopback", "lazy_names", "missing", "warn"]
+__all__ = [
+    "PACKAGE",
+    "VERSION",
+    "Resource",
+    "command",
+    "follow_torchrun",
+    "has_torch",
+    "is_loopback",
+    "lazy_names",
+    "missing",
+    "torchrun_world_size",
+    "warn",
+]
 
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).parent
 ROOT = PACKAGE.resolve().parent
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
 _NAME = "rlkit-lm"  # of the distribution; "rlkit" on PyPI is another project
 
 
@@ -57,6 +74,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def torchrun_world_size() -> int | None:
+    """Return how many processes torchrun started, or None where it did not start this one."""
+    return int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in _TORCHRUN) else None
+
+
+def follow_torchrun() -> None:
+    """Under torchrun: in all processes but the first do what that one says, and leave the program with it."""
+    if (torchrun_world_size() or 1) > 1:
+        resolve_name("rlkit.backends.local.distributed.follower:follow_torchrun")()
 
 
 def missing(what: str, package: str, *extras: str) -> MissingPackageError:

@@ -70,7 +70,7 @@ def test_an_adapters_bytes(tiny, tmp_path, unembed):
     moved = cost_model.bytes_moved(model, work)
     (adapter,) = engine.adapters
     numbers = sum(tensor.nbytes for tensor in adapter.tensors.values())
-    assert moved["gradient"] == moved["gradient, sent by each rank"] == numbers
+    assert moved["gradient"] == numbers
     assert moved["adapter"] == 2 * numbers
     adapter.save(tmp_path)
     file = (tmp_path / ADAPTER).read_bytes()
@@ -79,28 +79,32 @@ def test_an_adapters_bytes(tiny, tmp_path, unembed):
 
 
 def test_bytes_between_processes(tiny, monkeypatch):
-    """Two ranks, two groups: what is summed, and arrays on the wire, each counted where it passes in this process."""
-    from rlkit.backends.local.distributed import ranks, wire
+    """Two ranks, two groups: what is summed and given back, and tensors that go there and come from there."""
+    from rlkit.backends.local.distributed import leader, world
 
-    sent, received, summed = Counter(), Counter(), []
-    send, receive, all_reduce = wire.Connection.send, wire.Connection.receive, ranks.dist.all_reduce
+    sent, collective = Counter(), Counter()
+    send, receive = world._send, world._receive
 
-    def sending(self, message):
-        sent[message.kind] += sum(array.nbytes for array in message.arrays)
-        send(self, message)
+    def sending(part, *where):
+        sent[part[0]["order"]] += sum(tensor.nbytes for tensor in part[1])
+        send(part, *where)
 
-    def receiving(self, **options):
-        message = receive(self, **options)
-        received[message.kind] += sum(array.nbytes for array in message.arrays)
-        return message
+    def receiving(*where):
+        part = receive(*where)
+        sent["answer"] += sum(tensor.nbytes for tensor in part[1])
+        return part
 
-    def summing(tensor, **options):
-        summed.append(tensor.nbytes)
-        return all_reduce(tensor, **options)
+    def counting(name, original):
+        def count(tensor, *where, **options):
+            collective[name] += tensor.nbytes
+            return original(tensor, *where, **options)
 
-    monkeypatch.setattr(wire.Connection, "send", sending)
-    monkeypatch.setattr(wire.Connection, "receive", receiving)
-    monkeypatch.setattr(ranks.dist, "all_reduce", summing)
+        return count
+
+    monkeypatch.setattr(world, "_send", sending)
+    monkeypatch.setattr(world, "_receive", receiving)
+    for name in ("reduce", "broadcast"):
+        monkeypatch.setattr(leader.dist, name, counting(name, getattr(leader.dist, name)))
     work = Work(prompts=2, group=3, prompt=7, completion=5, lora_rank=3, ranks=2)
     data = [
         rlkit.Sample(np.arange(7) + 10 * k, np.arange(5) + 50 * k + g, [-1.0] * 5).datum(1.0)
@@ -110,14 +114,14 @@ def test_bytes_between_processes(tiny, monkeypatch):
     lora = rlkit.Lora(rank=3, train_unembed=False)
     with rlkit.connect("local", model=tiny("llama"), lora=lora, device="cpu", processes=2) as policy:
         model = model_of(policy.base.model.config)
+        collective.clear()  # of connecting
         policy.forward_backward(data, "importance_sampling").result()
         policy.optim_step(rlkit.Adam()).result()
     moved = cost_model.bytes_moved(model, work)
-    assert summed == [moved["gradient"]]
-    assert sent["run"] == moved["datums"]
-    # to the loss, back from it, and with the results
-    assert received["loss"] + sent["reply"] + received["reply"] == moved["logprobs"]
-    assert received["loss"] == sent["reply"] == received["reply"]
+    assert collective == {"reduce": moved["gradient"], "broadcast": moved["gradient"]}
+    assert sent["forward"] == pytest.approx(moved["datums"], rel=0.1)  # the last token of each is not computed
+    assert sent["answer"] + sent["backward"] == moved["logprobs"]  # to the loss, and back
+    assert sent["answer"] == sent["backward"]
 
 
 def test_bytes_of_sampling():
@@ -204,7 +208,7 @@ def test_the_pages_tables():
         assert row.split(" | ") == [f"{each['sampling']:.1f} + {each['training']:.1f}" for each in found]
     moved = cost_model.bytes_moved(MODELS["7B"], Work(ranks=8, samplers=8, gathers=1))
     sizes = {
-        "gradient of the adapter": f"{moved['gradient, sent by each rank'] / 1e6:.0f} MB",
+        "gradient of the adapter": f"{2 * moved['gradient'] / 1e6:.0f} MB",
         "datums to the other ranks": f"{moved['datums'] / 1e6:.1f} MB",
         "logprobs to the loss": f"{moved['logprobs'] / 1e6:.1f} MB",
         "the adapter, to each sampler": f"{moved['adapter'] / 8 / 1e6:.0f} MB",

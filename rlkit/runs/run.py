@@ -24,7 +24,7 @@ import numpy as np
 
 from rlkit import _check, backends, tracking
 from rlkit._files import as_checkpoint_error
-from rlkit._runtime import Resource, warn
+from rlkit._runtime import Resource, follow_torchrun, warn
 from rlkit._seeds import epoch_places
 from rlkit.backends import Sampler, saves
 from rlkit.backends.protocol import Storage, TrainerBackend
@@ -112,6 +112,7 @@ class Run(Resource):
         self._connected: dict[str, dict[str, object]] = {}  # role -> the backend and options that made it
         self._last_call: dict[str, Any] | None = None  # the arguments of the last ``checkpoint``
         self._signals: dict[int, dict[str, float]] | None = {}  # of the last steps; None once it has warned
+        follow_torchrun()  # one process writes to the folder
         self._close_open_run()
         with as_checkpoint_error(folder, "opened as a run"):
             for path in (self.folder, self.folder / checkpoints.POLICIES, self.folder / checkpoints.CHECKPOINTS):

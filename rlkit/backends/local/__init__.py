@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rlkit._runtime import follow_torchrun
 from rlkit._seeds import SeedStream
 from rlkit.backends import saves
 from rlkit.backends.local.checkpoint import (
@@ -194,7 +195,7 @@ class LocalBackend(InProcessBackend):
         asked = LocalOptions(**options)
         processes = read_processes(asked)
         if processes is not None:
-            processes.follow(asked.device)
+            follow_torchrun()
         resolved = resolve_local(asked)
         if processes is None:
             policy = load_policy(resolved, None)

@@ -1,6 +1,6 @@
 """Ranks other than 0: ``python -m rlkit.backends.local.distributed.follower`` is one, told its number by stdin.
 
-Under torchrun ``LocalBackend`` follows in every process but the first.
+Under torchrun the first ``Run`` or ``LocalBackend`` follows in every process but the first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlkit.backends.early import device_of
 from rlkit.backends.local import load_policy
 from rlkit.backends.local.checks import check_options
 from rlkit.backends.local.distributed._messages import (
@@ -26,7 +25,14 @@ from rlkit.backends.local.distributed._messages import (
 )
 from rlkit.backends.local.distributed.leader import BASE, flatten, load_flat, take_turns
 from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.world import SLACK, FollowerWorld, open_store
+from rlkit.backends.local.distributed.world import (
+    SLACK,
+    TOLD,
+    FollowerWorld,
+    free_torchrun_at_exit,
+    open_store,
+    open_torchrun_store,
+)
 from rlkit.backends.local.sampling.sampler import Snapshot
 from rlkit.backends.local.training.trainer import Flat, backpropagate
 from rlkit.types import Lora
@@ -184,11 +190,16 @@ def _open(world: FollowerWorld, header: Mapping[str, Any]) -> dict[int, Follower
     return opened
 
 
-def follow_torchrun(start: float, deadline: float, named: str | None) -> NoReturn:
-    """Follow in a process that torchrun started, on the device that the user named; then leave the program."""
-    device = "cuda" if named in (None, "cuda") and device_of(named).type == "cuda" else "cpu"
+def follow_torchrun() -> None:
+    """See ``rlkit._runtime.follow_torchrun``."""
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    _follow_until_end(FollowerWorld(None, rank, size, device, start, deadline))
+    if rank == 0:
+        free_torchrun_at_exit()
+        return
+    store = open_torchrun_store()
+    told = json.loads(store.get(TOLD))  # the first process may prepare data for hours
+    if told:
+        _follow_until_end(FollowerWorld(store, rank, size, **told))
     raise SystemExit(0)
 
 

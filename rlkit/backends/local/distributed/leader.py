@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from rlkit._runtime import torchrun_world_size
 from rlkit.backends.local.distributed._messages import (
     IDLE,
     Part,
@@ -81,8 +83,9 @@ class Leader:
         load: Callable[[ShardedWeights | None], LoadedPolicy],
     ) -> None:
         gpus = place.type == "cuda" and named in (None, "cuda")  # one for each
-        if gpus and settings.count > torch.cuda.device_count():
-            what = f"got {settings.count}, but this machine has {torch.cuda.device_count()} GPUs"
+        here = settings.count if torchrun_world_size() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if gpus and here > torch.cuda.device_count():
+            what = f"got {here} on this machine, which has {torch.cuda.device_count()} GPUs"
             raise ConfigError("processes", what, "at most one per GPU", "or device='cuda:0', which all of them share")
         if options.get("shard") and place.type != "cpu" and not gpus:
             raise ConfigError("shard", f"got True on {place}", "a GPU for each process, or a CPU")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import attrs
 
 from rlkit import _check
+from rlkit._runtime import torchrun_world_size
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,14 +18,7 @@ if TYPE_CHECKING:
     from rlkit.backends.local.distributed.leader import Leader
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
-__all__ = ["Processes", "read_processes", "torchrun_world_size"]
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
-
-
-def torchrun_world_size() -> int | None:
-    """Return how many processes torchrun started, or None where it did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in _TORCHRUN) else None
+__all__ = ["Processes", "read_processes"]
 
 
 @attrs.frozen
@@ -54,12 +46,6 @@ class Processes:
             _check.real(f"Processes({name})", getattr(self, name), above=0.0, why="seconds")
         if self.threads is not None:
             _check.integer("Processes(threads)", self.threads, low=1)
-
-    def follow(self, device: str | None) -> None:
-        """Follow the first process, then end the program, if torchrun started this process with it."""
-        if torchrun_world_size() is not None and os.environ["RANK"] != "0":
-            run = resolve_name("rlkit.backends.local.distributed.follower:follow_torchrun")
-            run(self.start, self.deadline, device)
 
     def open(
         self,

@@ -22,15 +22,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rlkit._process import Program, ProgramResult
+from rlkit._runtime import torchrun_world_size
 from rlkit.backends.local.distributed._messages import IDLE, Part, pack, unpack
-from rlkit.backends.local.distributed.settings import torchrun_world_size
 from rlkit.backends.local.distributed.sharding import ShardGroups, shard_groups
 from rlkit.backends.trainer import check_process
 from rlkit.errors import BackendError, ConfigError, RankLost
@@ -38,11 +38,23 @@ from rlkit.errors import BackendError, ConfigError, RankLost
 if TYPE_CHECKING:
     from rlkit.backends.local.distributed.settings import Processes
 
-__all__ = ["PROGRAM", "SLACK", "FollowerWorld", "World", "acquire", "open_store", "release"]
+__all__ = [
+    "PROGRAM",
+    "SLACK",
+    "TOLD",
+    "FollowerWorld",
+    "World",
+    "acquire",
+    "free_torchrun_at_exit",
+    "open_store",
+    "open_torchrun_store",
+    "release",
+]
 
 T = TypeVar("T")
 
 PROGRAM = "rlkit.backends.local.distributed.follower"  # what ranks other than 0 run
+TOLD = "told"  # the key of torchrun's store by which rank 0 tells the others how to join
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _FOR_EVER = timedelta(days=365)  # that an order may take to come: the user's loop thinks, or stands at a breakpoint
 SLACK = 30.0  # seconds that collectives wait longer than answers
@@ -51,9 +63,7 @@ _GRACE = 5.0  # seconds that a rank has to end
 _REMEDY = "connect anew with resume_from= and the last saved path"
 
 
-def _join(
-    store: dist.Store | None, rank: int, size: int, device: str, start: float, deadline: float
-) -> dist.ProcessGroup:
+def _join(store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> dist.ProcessGroup:
     """Join the process group, by which orders go; return another for what all do together."""
     if not dist.is_available():
         raise ConfigError("processes: this build of torch has no torch.distributed; leave processes= out")
@@ -63,12 +73,12 @@ def _join(
             "torch.distributed.destroy_process_group() before"
         )
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
+    store.set_timeout(timedelta(seconds=start))
     hook = sys.excepthook
     with _on_loopback():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=start))
         group = dist.new_group(timeout=timedelta(seconds=deadline + SLACK))
-    if store is not None:  # torch's has "[rank0]:" before every line of an error, and the user sees one rank alone
-        sys.excepthook = hook
+    sys.excepthook = hook  # torch's has "[rank0]:" before every line of an error, and the user sees one rank alone
     return group
 
 
@@ -106,7 +116,7 @@ class FollowerWorld:
     """The world, as a rank other than 0 sees it.
 
     Args:
-        store: of all ranks; None: torchrun's.
+        store: of all ranks.
         rank, size: this one's number, and how many there are.
         device: "cuda" where each has its own GPU, else "cpu".
         start: seconds until all must be there.
@@ -116,9 +126,7 @@ class FollowerWorld:
         group: for what all do together.
     """
 
-    def __init__(
-        self, store: dist.Store | None, rank: int, size: int, device: str, start: float, deadline: float
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> None:
         self.rank, self.deadline = rank, deadline
         self.group = _join(store, rank, size, device, start, deadline)
 
@@ -165,7 +173,7 @@ class World:
         _worlds.add(self)
         atexit.register(self.end)
         try:
-            store = None if self._torchrun else self._start_all()
+            store = self._tell_all() if self._torchrun else self._start_all()
             self.group = _join(store, 0, self.size, device, settings.start, settings.deadline)
         except RuntimeError as error:
             self.end()
@@ -289,6 +297,13 @@ class World:
         text = f"{result.stdout}\n{result.stderr}".strip()[-2000:]
         return f"its process {how}" + (f"; it wrote: {text}" if text else "")
 
+    def _tell_all(self) -> dist.Store:
+        """Tell the ranks that torchrun started how to join; return the store."""
+        store = open_torchrun_store()
+        told = {"device": self.device, "start": self.settings.start, "deadline": self.settings.deadline}
+        store.set(TOLD, json.dumps(told))
+        return store
+
     def _start_all(self) -> dist.Store:
         """Start the other ranks; return the store by which all find each other: a file of this user's."""
         settings = self.settings
@@ -321,10 +336,22 @@ class World:
         return store
 
 
+def open_torchrun_store() -> dist.Store:
+    """Return the store of torchrun's processes, those of one start of them."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=_FOR_EVER))
+    return dist.PrefixStore(f"rlkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@cache
+def free_torchrun_at_exit() -> None:
+    """Have torchrun's other processes leave if this one ends without having begun a world."""
+    atexit.register(lambda: _worlds or open_torchrun_store().set(TOLD, "{}"))
+
+
 def open_store(folder: str, start: float) -> dist.FileStore:
     """Return a store of ranks on one machine: a file, which needs no port that others could read and write."""
     store = dist.FileStore(os.path.join(folder, "store"))  # noqa: PTH118  # torch takes no Path
-    store.set_timeout(timedelta(seconds=start))
+    store.set_timeout(timedelta(seconds=start))  # until its file is there
     return store
 
 

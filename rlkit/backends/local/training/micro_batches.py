@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
@@ -63,7 +64,7 @@ def _cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sl
 
 
 def _even_cuts(units: int, costs: Costs, budget: int, longer: float, among: int) -> list[slice]:
-    """Return cuts for processes that take a batch each in every round: as many rounds, with about as many tokens for all.
+    """Return cuts for processes that take a batch each in every round: in as many rounds, batches of about one size.
 
     >>> _even_cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 100, 1.0, 2)
     [slice(0, 2, None), slice(2, 4, None)]
@@ -204,8 +205,8 @@ def pack(
         among: so many processes compute one each in every round: there are no more rounds than ``budget`` asks for.
     """
     if share > 1:
-        options = {"pairs": pairs, "chunked": chunked, "among": among}
-        trees, rows = (_packed(data, budget, share=x, **options) for x in (share, 0))
+        packed = partial(_packed, data, budget, pairs=pairs, chunked=chunked, among=among)
+        trees, rows = packed(share=share), packed(share=0)
         fewer = sum(batch.tokens.size for batch in trees) < sum(batch.padded for batch in rows)
         return trees if fewer else rows
     return _packed(data, budget, pairs=pairs, share=share, chunked=chunked, among=among)

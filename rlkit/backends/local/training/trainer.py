@@ -181,8 +181,8 @@ class LocalTrainer:
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
         size = 1 if self.hands is None else self.hands.size
-        shape = {"share": self.forward.shares, "chunked": self.forward.chunked}
-        batches = pack(data, self._budget, pairs=pairs, among=size, **shape)
+        forward = self.forward
+        batches = pack(data, self._budget, pairs=pairs, share=forward.shares, chunked=forward.chunked, among=size)
         rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
