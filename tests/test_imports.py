@@ -105,21 +105,18 @@ def test_floors_of_the_local_backend():
 
     floors = {room.removeprefix("rlkit.backends.local"): floor(room) for room in edges}
     below = {".products": 1, ".attention": 2, ".model": 3, ".cache": 4}
-    assert floors == {**below, ".training": 5, ".sampling": 6, ".distributed": 7, "": 8}
+    assert floors == {**below, ".training": 5, ".sampling": 6, "": 7, ".distributed": 8}
 
 
 def test_the_local_backend_runs_without_its_extensions():
-    """What one process needs imports neither vLLM's client nor several processes, which options name.
-
-    Only the program of the other ranks joins the two.
-    """
+    """What one process needs imports neither vLLM's client nor several processes, which options name."""
     found = {}
     for path in sorted((ROOT / "backends" / "local").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
         rooms = {node(other).removeprefix("rlkit.backends.") for other in imports_of(path)}
         if not name.startswith("rlkit.backends.local.distributed") and rooms & {"vllm", "local.distributed"}:
             found[name.removeprefix("rlkit.backends.local.")] = rooms & {"vllm", "local.distributed"}
-    assert found == {"_serve": {"local.distributed"}}
+    assert found == {}
 
 
 def test_lazy_imports_count():

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 # Files of rlkit that listen, or have others listen. Whoever adds one says here what shows where.
 PLACES = {
     "rlkit/_web.py": "test_servers",
-    "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
-    "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
-    "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",
+    "rlkit/rollouts/_ray.py": "tests/rollouts/test_ray.py",
     "rlkit/backends/vllm/settings.py": "it looks for a free port of loopback, for vLLM",
 }
 LISTENS = (
@@ -66,22 +64,15 @@ def test_stores_of_torch_open_no_port_to_others():
         )
     ]
     assert wrong == []
-    text = (ROOT / "rlkit/backends/local/distributed/server.py").read_text("utf-8")
-    assert text.count("TCPStore(") == 1  # for ranks that Ray places
-
-
-# Where the option is set, if not in the file that listens.
-SET_IN = {"rlkit/backends/local/distributed/server.py": "rlkit/backends/local/distributed/wire.py"}
 
 
 def test_every_listener_sends_at_once():
     """asyncio sets TCP_NODELAY on sockets that name their protocol alone; else an answer in two packets takes 40 ms."""
     texts = {name: (ROOT / name).read_text("utf-8") for name in PLACES}
     listeners = [name for name, text in texts.items() if re.search(r"create_server\(|\.listen\(", text)]
-    assert set(SET_IN) < set(listeners)
     wrong = []
     for name in listeners:
-        text = (ROOT / SET_IN.get(name, name)).read_text("utf-8")
+        text = (ROOT / name).read_text("utf-8")
         if not re.search(r"setsockopt\(socket\.IPPROTO_TCP, socket\.TCP_NODELAY, 1\)|proto=socket\.IPPROTO_TCP", text):
             wrong.append(name)
     assert wrong == []

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import functools
+import importlib
+import importlib.util
 import io
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from rlkit import _check, _ray_cluster
+from rlkit import _check, _runtime
 from rlkit._check import checked
 from rlkit.envs.calling import GuardedEnv, call
 from rlkit.envs.protocol import Action, Env, Harness, Observation, StepResult, Task
@@ -31,10 +37,23 @@ __all__ = ["Ray"]
 Make = Callable[..., Env | Harness]
 Sent = tuple[Awaitable[Make], Awaitable[tuple[Any, Any]]]  # Ray's references to a function, and to its arguments
 _log = logging.getLogger(__name__)
+_started = ""  # the address of the Ray that was started here
+_starting = threading.Lock()
+
+
+def connected() -> ModuleType:
+    """Return the module ray, connected: to what the user has connected it to, else to processes of this machine."""
+    global _started  # noqa: PLW0603  # a process has one Ray
+    ray = importlib.import_module("ray")
+    with _starting:  # by one of several rollouts
+        if not ray.is_initialized():
+            _start(ray)
+            _started = ray.get_runtime_context().gcs_address
+    return ray
 
 
 @attrs.frozen(kw_only=True)
-class Ray(_ray_cluster.RayWorker):
+class Ray:
     """Run environments in worker processes of Ray: ``Plan(executor=Ray(workers=8))``.
 
     They run on the cluster that ``ray.init`` connected to, else on this machine, from the start of a rollout to its
@@ -55,6 +74,55 @@ class Ray(_ray_cluster.RayWorker):
     """
 
     workers: int | None = checked(None, _check.integer, none=True, low=1)
+    num_cpus: float = checked(1, _check.real, low=0.0)
+    num_gpus: float = checked(0, _check.real, low=0.0)
+    memory: int | None = checked(None, _check.integer, none=True, low=1, why="bytes")
+    resources: Mapping[str, float] = attrs.field(factory=dict)
+    placement_group: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        name, group = type(self).__name__, self.placement_group
+        expected = "a mapping of names to numbers"
+        _check.require(isinstance(self.resources, Mapping), f"{name}.resources", self.resources, expected)
+        fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
+        _check.require(fits, f"{name}.placement_group", group, "a Ray placement group, or the name of one")
+        if importlib.util.find_spec("ray") is None:
+            raise _runtime.missing(name, "ray", "ray")
+
+    def find_room(self, ray: ModuleType, timeout: float) -> tuple[dict[str, Any], int]:
+        """Return the options of an actor, and how many there may be: ``workers``, else as many as fit, at least one.
+
+        Args:
+            ray: connected.
+            timeout: seconds that a placement group may take to get its place.
+
+        Raises:
+            ConfigError: there is less than the workers need, or no such placement group.
+            BackendTimeout: the placement group got no place in time.
+        """
+        where, group = type(self).__name__, self.placement_group
+        options = {name: getattr(self, name) for name in ("num_cpus", "num_gpus", "memory")}
+        options["resources"] = dict(self.resources)
+        if isinstance(group, str):
+            group = _find_group(ray, group, f"{where}.placement_group")
+        places = [ray.cluster_resources()] if group is None else group.bundle_specs
+        grows = group is None and ray.get_runtime_context().gcs_address != _started  # the user's cluster may
+        needs = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": self.memory or 0}
+        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | options["resources"]
+        fits = sum(_count_fitting(place, needs) for place in places)
+        count = self.workers or max(1, fits)
+        if fits < count and any(needs.values()) and not grows:
+            held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
+            asked = ", ".join(f"{name}: {need:g}" for name, need in needs.items())
+            whose = "this machine" if group is None else "the placement group"
+            what = f"asks for {count} worker(s) with {asked} each"
+            raise ConfigError(where, what, f"at most what {whose} has ({held})")
+        if group is not None:
+            if not group.wait(timeout):
+                raise BackendTimeout(f"{where}.placement_group: the cluster did not place it within {timeout:g} s")
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
+        return options, count
 
     @contextlib.asynccontextmanager
     async def place(self, plan: Plan, tasks: Iterable[Task]) -> AsyncIterator[Iterable[Task]]:
@@ -79,8 +147,8 @@ class _Workers:
     """The worker processes of one rollout."""
 
     def __init__(self, settings: Ray, plan: Plan) -> None:
-        self._ray = _ray_cluster.connected()
-        options, count = settings.find_room(self._ray, settings.workers, plan.deadline)
+        self._ray = connected()
+        options, count = settings.find_room(self._ray, plan.deadline)
         actor = self._ray.remote(_Environments).options(
             max_concurrency=max(1000, 4 * plan.concurrency),  # more than all calls at once: closing waits for no step
             max_restarts=-1,
@@ -306,3 +374,55 @@ def _check_pickles(where: str, value: object, kind: type[RlkitError]) -> None:
         names = sorted(f"{'.'.join(each.path) or 'value'} = {_check.describe(each.obj)}" for each in failures)
         what = f"cannot be pickled ({error}): {', '.join(names)}"
         raise kind(where, what, "values that pickle", "environments run in processes of Ray") from error
+
+
+def _count_fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return how many workers fit into a place.
+
+    >>> _count_fitting({"CPU": 3.0}, {"CPU": 2})
+    1
+    """
+    fits = (int(place.get(name, 0) // need) for name, need in needs.items() if need)
+    return min(fits, default=max(1, int(place.get("CPU", 1))))
+
+
+def _find_group(ray: ModuleType, name: str, where: str) -> Any:
+    try:
+        return ray.util.get_placement_group(name)
+    except ValueError as error:
+        what = f"is {name!r}, which this Ray cluster does not have"
+        raise ConfigError(where, what, "one that your program created") from error
+
+
+def _start(ray: ModuleType) -> None:
+    """Start Ray from a thread that lasts: Linux kills its processes with the thread that they were started from."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def start() -> None:
+        try:
+            with on_loopback():
+                ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=start, name="rlkit-ray", daemon=True).start()
+    outcome.result()
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Make Ray listen on the loopback address, as it does elsewhere than on Linux where this is not set otherwise."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    name, here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False  # for what is started, and for this process
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = here
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

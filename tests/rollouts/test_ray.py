@@ -21,7 +21,6 @@ from rlkit import (
     EnvLost,
     MissingPackageError,
     SamplingParams,
-    _ray_cluster,
     envs,
 )
 from rlkit.chat import Chat
@@ -346,7 +345,7 @@ class TestOnRay:
     def test_the_thread_that_starts_ray_may_end(self, ray, tmp_path):
         """Ray's processes, which Linux ends with the thread that started them, go on; they listen on loopback."""
         ray.shutdown()
-        thread = threading.Thread(target=_ray_cluster.connected)
+        thread = threading.Thread(target=_ray.connected)
         thread.start()
         thread.join()
         play(tmp_path, None)
@@ -368,7 +367,7 @@ class TestOnRay:
     )
     def test_more_than_there_is(self, ray, options, text):
         """It is refused, where it would wait for ever."""
-        _ray_cluster.connected()
+        _ray.connected()
         bundle = options.get("placement_group")
         if isinstance(bundle, dict):
             options = options | {"placement_group": ray.util.placement_group([bundle])}
@@ -394,7 +393,7 @@ class TestOnRay:
         from ray.cluster_utils import Cluster
 
         ray.shutdown()  # what the tests before were on
-        with _ray_cluster.on_loopback(), contextlib.ExitStack() as stack:
+        with _ray.on_loopback(), contextlib.ExitStack() as stack:
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
             stack.callback(cluster.shutdown)
             machines = [cluster.add_node(num_cpus=2, **MACHINE) for _ in range(2)]

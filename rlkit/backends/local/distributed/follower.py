@@ -27,11 +27,10 @@ from rlkit.backends.local.distributed.leader import BASE, flatten, load_flat, ta
 from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.world import (
     SLACK,
-    TOLD,
     FollowerWorld,
-    free_torchrun_at_exit,
+    join_torchrun,
     open_store,
-    open_torchrun_store,
+    release_torchrun_at_exit,
 )
 from rlkit.backends.local.sampling.sampler import Snapshot
 from rlkit.backends.local.training.trainer import Flat, backpropagate
@@ -194,10 +193,9 @@ def follow_torchrun() -> None:
     """See ``rlkit._runtime.follow_torchrun``."""
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     if rank == 0:
-        free_torchrun_at_exit()
+        release_torchrun_at_exit()
         return
-    store = open_torchrun_store()
-    told = json.loads(store.get(TOLD))  # the first process may prepare data for hours
+    store, told = join_torchrun(rank)
     if told:
         _follow_until_end(FollowerWorld(store, rank, size, **told))
     raise SystemExit(0)

@@ -13,6 +13,7 @@ import ctypes
 import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -41,20 +42,19 @@ if TYPE_CHECKING:
 __all__ = [
     "PROGRAM",
     "SLACK",
-    "TOLD",
     "FollowerWorld",
     "World",
     "acquire",
-    "free_torchrun_at_exit",
+    "join_torchrun",
     "open_store",
-    "open_torchrun_store",
     "release",
+    "release_torchrun_at_exit",
 ]
 
 T = TypeVar("T")
 
 PROGRAM = "rlkit.backends.local.distributed.follower"  # what ranks other than 0 run
-TOLD = "told"  # the key of torchrun's store by which rank 0 tells the others how to join
+_CALL = "call"  # the key of torchrun's store by which rank 0 tells the others how to join
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _FOR_EVER = timedelta(days=365)  # that an order may take to come: the user's loop thinks, or stands at a breakpoint
 SLACK = 30.0  # seconds that collectives wait longer than answers
@@ -173,7 +173,11 @@ class World:
         _worlds.add(self)
         atexit.register(self.end)
         try:
-            store = self._tell_all() if self._torchrun else self._start_all()
+            limits = {"start": settings.start, "deadline": settings.deadline}
+            if self._torchrun:
+                store = _call_torchrun(self.size, settings.start, {"device": device, **limits})
+            else:
+                store = self._start_all()
             self.group = _join(store, 0, self.size, device, settings.start, settings.deadline)
         except RuntimeError as error:
             self.end()
@@ -297,13 +301,6 @@ class World:
         text = f"{result.stdout}\n{result.stderr}".strip()[-2000:]
         return f"its process {how}" + (f"; it wrote: {text}" if text else "")
 
-    def _tell_all(self) -> dist.Store:
-        """Tell the ranks that torchrun started how to join; return the store."""
-        store = open_torchrun_store()
-        told = {"device": self.device, "start": self.settings.start, "deadline": self.settings.deadline}
-        store.set(TOLD, json.dumps(told))
-        return store
-
     def _start_all(self) -> dist.Store:
         """Start the other ranks; return the store by which all find each other: a file of this user's."""
         settings = self.settings
@@ -328,24 +325,63 @@ class World:
             self._programs.append(program)
             self._ends.append(self._programs[-1].start())
         store = open_store(self.folder, settings.start)
-        names, until = [f"rank{rank}" for rank in range(1, self.size)], time.monotonic() + settings.start
-        while not store.check(names):
-            if any(end.done() for end in self._ends) or time.monotonic() > until:
-                raise RuntimeError(f"not all of them came in {settings.start:g} s; see Processes(start=)")
-            time.sleep(0.02)
+        _wait_for_ranks(store, self.size, settings.start, self._ends)
         return store
 
 
-def open_torchrun_store() -> dist.Store:
-    """Return the store of torchrun's processes, those of one start of them."""
+def join_torchrun(rank: int) -> tuple[dist.Store, dict[str, Any]]:
+    """Wait until rank 0 calls all that torchrun started; return the store, and how to join.
+
+    torchrun's store outlasts a restart, so what is found there may be of an earlier start.
+    """
+    store, seen, told = _torchrun_store(), b"", {}
+    meeting: dist.Store | None = None
+    while meeting is None or not meeting.check(["begun"]):
+        said = store.get(_CALL)
+        if said not in (b"", seen):
+            seen, told = said, json.loads(said)
+            meeting = dist.PrefixStore(told.pop("name"), store)
+            meeting.set(f"rank{rank}", "here")
+        time.sleep(0.05)
+    return meeting, told
+
+
+def _call_torchrun(size: int, start: float, told: Mapping[str, object]) -> dist.Store:
+    """Call all that torchrun started, and wait for them; return a store of this meeting alone."""
+    store, name = _torchrun_store(), secrets.token_hex(8)
+    store.set(_CALL, json.dumps({**told, "name": name}))
+    meeting = dist.PrefixStore(name, store)
+    _wait_for_ranks(meeting, size, start)
+    store.set(_CALL, "")
+    meeting.set("begun", "")
+    return meeting
+
+
+def _torchrun_store() -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=_FOR_EVER))
-    return dist.PrefixStore(f"rlkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore("rlkit", store)
 
 
 @cache
-def free_torchrun_at_exit() -> None:
-    """Have torchrun's other processes leave if this one ends without having begun a world."""
-    atexit.register(lambda: _worlds or open_torchrun_store().set(TOLD, "{}"))
+def release_torchrun_at_exit() -> None:
+    """Have those that torchrun started leave if this process, the first, ends without having had them do anything."""
+
+    def release_all() -> None:
+        if not _worlds:
+            with contextlib.suppress(RuntimeError):  # they are gone, or never came so far
+                _call_torchrun(torchrun_world_size() or 1, _GRACE, {})
+
+    atexit.register(release_all)
+
+
+def _wait_for_ranks(
+    store: dist.Store, size: int, start: float, ends: Sequence[concurrent.futures.Future[ProgramResult]] = ()
+) -> None:
+    names, until = [f"rank{rank}" for rank in range(1, size)], time.monotonic() + start
+    while not store.check(names):
+        if any(end.done() for end in ends) or time.monotonic() > until:
+            raise RuntimeError(f"not all of them came in {start:g} s; see Processes(start=)")
+        time.sleep(0.02)
 
 
 def open_store(folder: str, start: float) -> dist.FileStore:
