@@ -64,6 +64,42 @@ def test_torchrun(tiny, tmp_path):
     assert len(list(tmp_path.glob("x-*"))) == 2
 
 
+RUN = """
+import os, signal, sys
+import rlkit
+with rlkit.Run(sys.argv[2], seed=0, trackers=()) as run:
+    begins = run.step
+    if sys.argv[3] == "idle":
+        raise SystemExit
+    policy = run.connect("local", model=sys.argv[1], device="cpu", lora=rlkit.Lora(rank=2))
+    for step in run.steps(4):
+        if step == 2 and begins == 0 and sys.argv[3] == "killed":
+            pids = [int(x) for x in open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()]
+            os.kill(next(pid for pid in pids if pid != os.getpid()), signal.SIGKILL)
+        output = policy.forward_backward([rlkit.Datum([5, 6, 7 + k], [0, 1, 1]) for k in range(4)], "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+        run.checkpoint(policy)
+    print("began with", begins, "ended with", repr(output.result().metrics["loss:sum"]))
+"""
+
+
+@pytest.mark.skipif(not PROC.exists(), reason="no Linux")
+def test_runs_under_torchrun(tiny, tmp_path):
+    """One process opens the folder; torchrun's restart resumes, whatever was said before it; nobody is waited for."""
+    script, found = tmp_path / "run.py", {}
+    script.write_text(RUN)
+    for how in ("killed", "whole", "idle"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", str(script), tiny("llama"), str(tmp_path / how), how]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=250)
+        assert done.returncode == 0, done.stderr
+        found[how] = [line for line in done.stdout.splitlines() if "began" in line]
+    assert found["idle"] == []
+    (whole,), (killed,) = found["whole"], found["killed"]
+    assert whole.startswith("began with 0 ended with")
+    assert killed == whole.replace("with 0", "with 2")
+
+
 @pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 def test_they_listen_on_loopback_alone(connect):
     """Each rank's gloo; torch's store is a file that no other user can open."""

@@ -205,6 +205,24 @@ def test_a_loss_may_ask_another_policy(connect):
         assert student.forward_backward(rows([9, 20, 8]), distil).result().metrics["tokens:sum"] > 0
 
 
+def test_other_ranks_forget_what_nobody_samples_from(connect):
+    """With the next snapshot at the latest: whoever samples little would fill their memory."""
+    policy, told = connect(2), []
+    order = policy._leader._order
+
+    def listen(kind, *parts, **fields):
+        told.append((kind, fields.get("forgotten")))
+        order(kind, *parts, **fields)
+
+    policy._leader._order = listen
+    for _ in range(3):
+        with policy.sampler().result():
+            pass
+        policy.forward_backward(rows([9]), "cross_entropy")
+        policy.optim_step(PLAIN).result()
+    assert [forgotten for kind, forgotten in told if kind == "snapshot"] == [[], [1], [2]]
+
+
 def test_a_cancelled_request_makes_room(connect):
     """A request that another process draws is given up there, and its future says so."""
     policy = connect(2)
