@@ -357,7 +357,7 @@ def torchs(*_, **__):
     raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to")
 
 
-@pytest.mark.parametrize("part", ["_outputs", "_backward"])
+@pytest.mark.parametrize("part", ["outputs", "_backward"])
 def test_training_without_memory_says_which_batch(big, part, monkeypatch):
     """How much it was and what to lower; the gradient before it is kept and the backend goes on."""
     data = [rlkit.Datum.supervised([k, 5, 6], [7, 8]) for k in (3, 4, 5)]
@@ -409,7 +409,7 @@ def test_other_errors_stay_what_they_are(big, monkeypatch):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with rlkit.connect("local", model=big, seed=0, device="cpu") as policy:
-        monkeypatch.setattr(policy._trainer, "_outputs", broken)
+        monkeypatch.setattr(policy._trainer, "outputs", broken)
         with pytest.raises(RuntimeError, match="mat1") as error:
             policy.forward_backward([rlkit.Datum.supervised([5], [7])], "cross_entropy").result()
         assert not isinstance(error.value, BackendError)
