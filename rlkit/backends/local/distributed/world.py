@@ -63,8 +63,8 @@ _GRACE = 5.0  # seconds that a rank has to end
 _REMEDY = "connect anew with resume_from= and the last saved path"
 
 
-def _join(store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> dist.ProcessGroup:
-    """Join the process group, by which orders go; return another for what all do together."""
+def _check_free() -> None:
+    """Raise ConfigError where this process cannot have a process group of rlkit's."""
     if not dist.is_available():
         raise ConfigError("processes: this build of torch has no torch.distributed; leave processes= out")
     if dist.is_initialized():
@@ -72,6 +72,10 @@ def _join(store: dist.Store, rank: int, size: int, device: str, start: float, de
             "processes: torch.distributed is initialised in this process already; leave that to rlkit.connect, or call "
             "torch.distributed.destroy_process_group() before"
         )
+
+
+def _join(store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> dist.ProcessGroup:
+    """Join the process group, by which orders go; return another for what all do together."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
     store.set_timeout(timedelta(seconds=start))
     hook = sys.excepthook
@@ -127,6 +131,7 @@ class FollowerWorld:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> None:
+        _check_free()
         self.rank, self.deadline = rank, deadline
         self.group = _join(store, rank, size, device, start, deadline)
 
@@ -159,6 +164,7 @@ class World:
     """
 
     def __init__(self, settings: Processes, device: str) -> None:
+        _check_free()
         self.settings, self.device, self.size = settings, device, settings.count
         self.broken: RankLost | None = None
         self.users, self.numbers = 0, itertools.count(1)  # backends that are open, and names for all
