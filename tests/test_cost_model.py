@@ -83,11 +83,11 @@ def test_bytes_between_processes(tiny, monkeypatch):
     from rlkit.backends.local.distributed import leader, world
 
     sent, collective = Counter(), Counter()
-    send, receive = world._send, world._receive
+    pack, receive = world.pack, world._receive
 
-    def sending(part, *where):
+    def packing(part):
         sent[part[0]["order"]] += sum(tensor.nbytes for tensor in part[1])
-        send(part, *where)
+        return pack(part)
 
     def receiving(*where):
         part = receive(*where)
@@ -101,7 +101,7 @@ def test_bytes_between_processes(tiny, monkeypatch):
 
         return count
 
-    monkeypatch.setattr(world, "_send", sending)
+    monkeypatch.setattr(world, "pack", packing)
     monkeypatch.setattr(world, "_receive", receiving)
     for name in ("reduce", "broadcast"):
         monkeypatch.setattr(leader.dist, name, counting(name, getattr(leader.dist, name)))

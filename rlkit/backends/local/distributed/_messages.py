@@ -50,7 +50,7 @@ def pack(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """
     header, tensors = part
     kinds = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
-    head = torch.frombuffer(bytearray(json.dumps([header, kinds]).encode()), dtype=torch.uint8)
+    head = torch.frombuffer(bytearray(json.dumps([header, kinds], default=np.generic.item).encode()), dtype=torch.uint8)
     bodies = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in tensors if x.numel()]
     flat = torch.cat([head, *bodies])
     return torch.tensor([head.numel(), flat.numel() - head.numel()]), flat

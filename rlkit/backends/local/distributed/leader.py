@@ -13,6 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ class Leader:
         self._closed = True
         if self._weights is not None:
             self._weights.close()
-        with contextlib.suppress(RankLost), self._world.lock:
+        with contextlib.suppress(RankLost):
             self._order("close")
         release(self._world)
 
@@ -138,19 +139,13 @@ class Leader:
     ) -> LoadedPolicy:
         """Load the policy on all ranks at once."""
         world = self._world
-        with world.lock:
-            self._order("open", options=options, device=device)
+        with self._exchange("open", within=world.settings.start, options=options, device=device) as answers:
             groups = world.make_shard_groups() if options.get("shard") else None
             if groups is not None:
                 self._weights = ShardedWeights(place, *groups, world.settings.deadline + SLACK)
-            try:
-                policy = load(self._weights)
-            except BaseException:
-                with contextlib.suppress(RankLost):
-                    world.answers(world.settings.start)
-                raise
-            self._raise_errors("connect", world.answers(world.settings.start))
-            return policy
+            policy = load(self._weights)
+        self._raise_errors("connect", answers)
+        return policy
 
     # What a trainer has others do; see ``Hands``.
 
@@ -160,12 +155,8 @@ class Leader:
             return [own()]
         parts = [pack_inputs(inputs) for inputs in others]
         parts += [IDLE] * (self.size - 1 - len(parts))
-        with self._world.lock:
-            self._order("forward", parts, gradient=gradient)
-            try:
-                flat = own()
-            finally:  # whatever was raised, the answers are read
-                answers = self._world.answers()
+        with self._exchange("forward", parts, gradient=gradient) as answers:
+            flat = own()
         self._raise_errors("a micro-batch", answers)
         return [flat, *(dict(zip(header["names"], tensors, strict=True)) for header, tensors in answers[: len(others)])]
 
@@ -174,42 +165,35 @@ class Leader:
         if others:
             parts: list[Part] = [({}, gradients) for gradients in others]
             parts += [IDLE] * (self.size - 1 - len(parts))
-            with self._world.lock:
-                self._order("backward", parts, names=list(names))
+            self._order("backward", parts, names=list(names))
         own()
 
     def sum_gradients(self) -> None:
         """See ``Hands``."""
         parameters = list(self._trainer.parameters.values())
-        with self._world.lock:
-            self._order("finish")
-            self._raise_errors("forward_backward", self._world.answers())
-            self._order("sum")
+        with self._exchange("finish") as answers:
             flat = flatten([p.grad for p in parameters], parameters).to(self._device)
-            self._world.together(lambda: dist.reduce(flat, 0, group=self._world.group))
+        self._raise_errors("forward_backward", answers)
+        self._together("sum", lambda: dist.reduce(flat, 0, group=self._world.group))
         for p, piece in zip(parameters, _pieces(flat, parameters), strict=True):
             p.grad = piece
 
     def clear(self) -> None:
         """See ``Hands``."""
-        with self._world.lock:
-            self._order("clear")
+        self._order("clear")
 
     def share(self) -> None:
         """Send the adapter as it is now to all."""
         parameters = list(self._trainer.parameters.values())
-        with self._world.lock:
-            self._order("adapter")
-            flat = flatten(parameters, parameters).to(self._device)
-            self._world.together(lambda: dist.broadcast(flat, 0, group=self._world.group))
+        flat = flatten(parameters, parameters).to(self._device)
+        self._together("adapter", lambda: dist.broadcast(flat, 0, group=self._world.group))
 
     # What samplers have others do.
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         """Have all take the same snapshot of their adapter."""
         number = next(self._snapshots)
-        with self._world.lock:
-            self._order("snapshot", number=number, version=snapshot.version, forgotten=self._forgotten())
+        self._order("snapshot", number=number, version=snapshot.version, forgotten=self._forgotten())
         self._numbers[snapshot] = number
         weakref.finalize(snapshot, self._dead.append, number).atexit = False
 
@@ -237,8 +221,9 @@ class Leader:
         with self._world.lock:
             self._world.check()
             self._scheduler.update(snapshot, newer, recompute=recompute)  # nothing is given out until the next turn
-            self._order("update", snapshot=older, newer=newest, recompute=recompute)
-            for rank, (header, _) in enumerate(self._world.answers(), 1):
+            with self._exchange("update", snapshot=older, newer=newest, recompute=recompute) as answers:
+                pass
+            for rank, (header, _) in enumerate(answers, 1):
                 if header.get("error"):
                     raise self._world.fail(f"update: rank {rank} has not the newer policy: {header['error']}")
         if done is not None:
@@ -255,7 +240,7 @@ class Leader:
         try:
             parts = self._deal()
             if self._sent:
-                self._exchange(parts)
+                self._tick(parts)
             else:
                 self._scheduler.turn()
         except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the worker goes on
@@ -266,15 +251,14 @@ class Leader:
         self._refuse(BackendError("the local backend was closed before this was sampled"))
         self._scheduler.stop()
 
-    def _exchange(self, parts: Sequence[Part]) -> None:
-        with self._world.lock:
-            self._order("tick", parts, forgotten=self._forgotten())
+    def _tick(self, parts: Sequence[Part]) -> None:
+        with self._exchange("tick", parts, forgotten=self._forgotten()) as answers:
             take_turns(self._scheduler)
-            answers = self._world.answers()
         for header, tensors in answers:
             left = list(tensors)
             for key, result, count in header["done"]:
-                self._settle(self._sent.pop(key), (result, left[:count]))
+                if key in self._sent:  # else it was refused
+                    self._settle(self._sent.pop(key), (result, left[:count]))
                 del left[:count]
 
     def _deal(self) -> list[Part]:
@@ -321,7 +305,10 @@ class Leader:
                 future.set_result(unpack_result(sent.request, result))
 
     def _refuse(self, error: BaseException) -> None:
-        left = [sent.request for sent in self._sent.values()]
+        left = []
+        for sent in self._sent.values():
+            self._unload(sent.rank, sent.size)
+            left.append(sent.request)
         self._sent.clear()
         while self._waiting:
             left.append(self._waiting.popleft())
@@ -334,6 +321,14 @@ class Leader:
 
     def _order(self, kind: str, parts: Sequence[Part] = (), **fields: object) -> None:
         self._world.order(kind, parts, backend=self._backend, **fields)
+
+    def _exchange(
+        self, kind: str, parts: Sequence[Part] = (), within: float | None = None, **fields: object
+    ) -> AbstractContextManager[list[Part]]:
+        return self._world.exchange(kind, parts, within, backend=self._backend, **fields)
+
+    def _together(self, kind: str, work: Callable[[], object]) -> None:
+        self._world.together(kind, work, self._backend)
 
     def _raise_errors(self, call: str, answers: Sequence[Part]) -> None:
         for rank, (header, _) in enumerate(answers, 1):

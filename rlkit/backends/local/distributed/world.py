@@ -97,8 +97,8 @@ def _on_loopback() -> Iterator[None]:
         yield
 
 
-def _send(part: Part, rank: int, within: timedelta) -> None:
-    for tensor in pack(part):
+def _send(message: Sequence[torch.Tensor], rank: int, within: timedelta) -> None:
+    for tensor in message:
         work = dist.isend(tensor, rank)
         assert work is not None  # noqa: S101  # this process is in the group
         work.wait(within)
@@ -132,16 +132,19 @@ class FollowerWorld:
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> None:
         _check_free()
-        self.rank, self.deadline = rank, deadline
+        self.rank, self.deadline, self._nth = rank, deadline, 0
         self.group = _join(store, rank, size, device, start, deadline)
 
     def receive(self) -> Part:
         """Return rank 0's next order. Raises RuntimeError: rank 0 is gone."""
-        return _receive(0, _FOR_EVER)
+        order = _receive(0, _FOR_EVER)
+        self._nth = order[0]["nth"]
+        return order
 
     def answer(self, part: Part = IDLE) -> None:
         """Answer the order."""
-        _send(part, 0, _FOR_EVER)
+        header, tensors = part
+        _send(pack(({**header, "nth": self._nth}, tensors)), 0, _FOR_EVER)
 
     def make_shard_groups(self) -> ShardGroups:
         """Return groups for a backend's weights, made by all ranks together."""
@@ -150,7 +153,7 @@ class FollowerWorld:
 
 
 class World:
-    """Rank 0's view of all ranks. What takes several steps is done while its ``lock`` is held.
+    """Rank 0's view of all ranks.
 
     Args:
         settings: how many there are, and how long they may take.
@@ -160,13 +163,14 @@ class World:
         size: how many, rank 0 included.
         broken: what has ended it, if anything has.
         group: for what all do together.
-        lock: held by whoever gives an order until the answers are there.
+        lock: held until an order is answered.
     """
 
     def __init__(self, settings: Processes, device: str) -> None:
         _check_free()
         self.settings, self.device, self.size = settings, device, settings.count
         self.broken: RankLost | None = None
+        self._orders = 0
         self.users, self.numbers = 0, itertools.count(1)  # backends that are open, and names for all
         self._groups: list[dist.ProcessGroup] = []
         self.lock = threading.RLock()
@@ -215,27 +219,49 @@ class World:
         Raises:
             RankLost: a rank is gone.
         """
-        self.check()
-        for rank in range(1, self.size):
-            header, tensors = parts[rank - 1] if parts else IDLE
-            part = {**fields, **header, "order": kind}, tensors
-            self._reach(rank, partial(_send, part, rank, self._within))
+        with self.lock:
+            self.check()
+            self._orders += 1
+            common = {**fields, "order": kind, "nth": self._orders}
+            parts = parts or [IDLE] * (self.size - 1)
+            packed = [pack(({**header, **common}, tensors)) for header, tensors in parts]  # all of it, or nothing
+            with self._uninterrupted():
+                for rank, message in enumerate(packed, 1):
+                    self._reach(rank, partial(_send, message, rank, self._within))
 
-    def answers(self, within: float | None = None) -> list[Part]:
-        """Return the answers of ranks 1, 2, ... to an order that has some; they may take the deadline.
+    @contextlib.contextmanager
+    def exchange(
+        self, kind: str, parts: Sequence[Part] = (), within: float | None = None, **fields: object
+    ) -> Iterator[list[Part]]:
+        """Give an order that ranks answer, and do this rank's share in the context; then the answers are in the list.
+
+        Args:
+            kind, parts, fields: see ``order``.
+            within: seconds that the answers may take; None: the deadline.
 
         Raises:
             RankLost: a rank is gone, or silent.
         """
+        answers: list[Part] = []
         limit = self._within if within is None else timedelta(seconds=within)
-        return [self._reach(rank, partial(_receive, rank, limit)) for rank in range(1, self.size)]
+        with self.lock:
+            self.order(kind, parts, **fields)
+            try:
+                yield answers
+            finally:  # whatever was raised here: they are on their way
+                with self._uninterrupted():
+                    answers += [self._reach(rank, partial(_receive, rank, limit)) for rank in range(1, self.size)]
+            if any(header["nth"] != self._orders for header, _ in answers):
+                raise self.fail("the other processes answered something else")
 
-    def together(self, work: Callable[[], object]) -> None:
-        """Do what all ranks do together; where that breaks between them, they are lost."""
-        try:
-            work()
-        except RuntimeError as error:  # of torch.distributed
-            raise self.fail(f"a collective operation failed on rank 0: {error}") from error
+    def together(self, kind: str, work: Callable[[], object], backend: int) -> None:
+        """Order what all ranks do together, and do it here; where that breaks between them, they are lost."""
+        with self.lock, self._uninterrupted():
+            self.order(kind, backend=backend)
+            try:
+                work()
+            except RuntimeError as error:  # of torch.distributed
+                raise self.fail(f"a collective operation failed on rank 0: {error}") from error
 
     def make_shard_groups(self) -> ShardGroups:
         """See ``FollowerWorld``."""
@@ -279,6 +305,17 @@ class World:
         """Never free the process groups: gloo would wait for threads that did not come along in a fork, and crash."""
         for group in self._groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Give the ranks up where a signal interrupts: nobody knows any more who has said what."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.fail(f"{type(error).__name__} interrupted an exchange between the processes")
+            raise
 
     @property
     def _within(self) -> timedelta:

@@ -134,7 +134,7 @@ policy.close()
 policy = connect(lora=rlkit.Lora(rank=2), seed=0)
 live = policy.live_sampler().result()
 train(policy)
-update, order = policy._scheduler.update, policy._leader._order
+update, exchange = policy._scheduler.update, policy._leader._exchange
 
 def fails(*snapshots, **options):
     raise rlkit.BackendError("no memory")
@@ -148,14 +148,38 @@ assert live.version == 0
 policy._scheduler.update = update
 
 def spoilt(kind, *parts, **fields):
-    order(kind, *parts, **{**fields, **({"snapshot": 99} if kind == "update" else {})})
+    return exchange(kind, *parts, **{**fields, **({"snapshot": 99} if kind == "update" else {})})
 
-policy._leader._order = spoilt  # there: they are not the same any more
+policy._leader._exchange = spoilt  # there: they are not the same any more
 why, _ = lost(live.update().result)
 assert "update: rank 1 has not the newer policy" in why, why
 assert live.version == 0
 lost(lambda: live.sample([5], rlkit.SamplingParams(max_tokens=2)).result())
 policy.close()
+""",
+    "interrupted": """
+from rlkit.backends.local.distributed import world
+
+first = connect(lora=rlkit.Lora(rank=2), seed=0)
+train(first)
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
+
+load, rlkit.backends.local.load_policy = rlkit.backends.local.load_policy, interrupt
+try:
+    connect(lora=rlkit.Lora(rank=2))
+except KeyboardInterrupt:
+    rlkit.backends.local.load_policy = load
+train(first)  # the other's answer was read
+receive, world._receive = world._receive, interrupt
+try:
+    connect(lora=rlkit.Lora(rank=2))
+except KeyboardInterrupt:
+    world._receive = receive
+why, _ = lost(lambda: train(first))  # and not with an answer to another question
+assert "KeyboardInterrupt interrupted an exchange" in why, why
+first.close()
 """,
     "stopped": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))

@@ -153,12 +153,12 @@ def test_samples_are_spread_and_the_same_to_the_bit(connect):
     one.forward_backward(rows([9, 20]), "cross_entropy")
     one.optim_step(rlkit.Adam(learning_rate=0.02)).result()
     two = connect(2, seed=None, resume_from=one.save("x").result())
-    params = rlkit.SamplingParams(max_tokens=12, stop=())
+    params = rlkit.SamplingParams(max_tokens=np.int64(12), temperature=np.float32(0.5), stop=())  # which JSON lacks
     prompts = [[5 + k, 6, 7] for k in range(16)]
     drawn = []
     for policy in (one, two):
         with policy.sampler().result() as sampler, policy.base_sampler().result() as base:
-            futures = [sampler.sample(p, params, n=2, seed=k) for k, p in enumerate(prompts)]
+            futures = [sampler.sample(p, params, n=np.int64(2), seed=np.int64(k)) for k, p in enumerate(prompts)]
             futures += [base.sample(p, params) for p in prompts]
             scores = [sampler.logprobs(p * 5) for p in prompts]
             tops = [sampler.top_logprobs(p, 3) for p in prompts]
