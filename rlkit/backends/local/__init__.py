@@ -39,7 +39,7 @@ from rlkit.backends.options import LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.samplers import LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
 from rlkit.backends.trainer import InProcessBackend, Job, assemble_output
-from rlkit.errors import CheckpointError, UnsupportedError
+from rlkit.errors import CheckpointError, RankLost, UnsupportedError
 from rlkit.futures import Future
 from rlkit.losses.prepare import PreparedLoss
 from rlkit.types import SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
@@ -268,7 +268,8 @@ class LocalBackend(InProcessBackend):
     def _step(self, params: Adam) -> Mapping[str, float]:
         metrics = self._trainer.step(params)
         if self._leader is not None:
-            self._leader.share()
+            with contextlib.suppress(RankLost):  # the step is made, and can be saved; all calls after it say so
+                self._leader.share()
         return metrics
 
     def _facts(self) -> dict[str, object]:

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,8 @@ class Leader:
         self._backend = next(self._world.numbers)
         self._numbers: weakref.WeakKeyDictionary[Snapshot, int] = weakref.WeakKeyDictionary()
         self._snapshots, self._keys = itertools.count(BASE + 1), itertools.count()
-        self._waiting: deque[Request] = deque()
+        self._inbox, self._stopped = threading.Lock(), False
+        self._waiting: list[Request] = []
         self._dead: deque[int] = deque()  # freed snapshots; the garbage collector must not take locks
         self._sent: dict[int, _Sent] = {}
         self._load = [0] * self.size  # tokens that each has to draw or to score
@@ -204,9 +206,10 @@ class Leader:
             RankLost: a rank is gone.
         """
         self._world.check()
-        if self._closed:
-            raise BackendError("the local backend is closed")
-        self._waiting.append(request)
+        with self._inbox:
+            if self._stopped:
+                raise BackendError("the local backend is closed")
+            self._waiting.append(request)
         self._scheduler.wake()
 
     def update(
@@ -248,6 +251,8 @@ class Leader:
 
     def stop(self) -> None:
         """See ``Background``."""
+        with self._inbox:
+            self._stopped = True
         self._refuse(BackendError("the local backend was closed before this was sampled"))
         self._scheduler.stop()
 
@@ -264,8 +269,7 @@ class Leader:
     def _deal(self) -> list[Part]:
         """Return what each other rank is told: new requests, and those that no one waits for any more."""
         new: list[list[tuple[int, int, Part]]] = [[] for _ in range(self.size)]
-        for _ in range(len(self._waiting)):
-            request = self._waiting.popleft()
+        for request in self._take_waiting():
             number, size = self._numbers.get(request.snapshot), _size(request)
             rank = 0 if number is None else min(range(self.size), key=self._load.__getitem__)
             self._load[rank] += size
@@ -310,11 +314,14 @@ class Leader:
             self._unload(sent.rank, sent.size)
             left.append(sent.request)
         self._sent.clear()
-        while self._waiting:
-            left.append(self._waiting.popleft())
-        for request in left:
+        for request in [*left, *self._take_waiting()]:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
                 request.future.set_exception(error)
+
+    def _take_waiting(self) -> list[Request]:
+        with self._inbox:
+            taken, self._waiting = self._waiting, []
+        return taken
 
     def _unload(self, rank: int, size: int, _: object = None) -> None:
         self._load[rank] -= size

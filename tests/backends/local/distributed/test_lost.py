@@ -181,6 +181,21 @@ why, _ = lost(lambda: train(first))  # and not with an answer to another questio
 assert "KeyboardInterrupt interrupted an exchange" in why, why
 first.close()
 """,
+    "lost in a step": """
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+policy.forward_backward(data, "cross_entropy").result()
+
+def share():
+    raise policy._leader._world.fail("gone")
+
+policy._leader.share = share
+policy.optim_step(step).result()  # it is made, so it counts
+lost(lambda: train(policy))
+saved = policy.save("stepped").result()
+policy.close()
+with connect(processes=1, resume_from=saved) as again:
+    assert again.version == policy.version == 1
+""",
     "stopped": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))
 train(policy)

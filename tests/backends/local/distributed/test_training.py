@@ -223,6 +223,15 @@ def test_other_ranks_forget_what_nobody_samples_from(connect):
     assert [forgotten for kind, forgotten in told if kind == "snapshot"] == [[], [1], [2]]
 
 
+def test_a_request_that_comes_while_it_closes_is_refused(connect):
+    """Nobody would answer it."""
+    policy = connect(2)
+    with policy.sampler().result() as sampler:
+        policy._leader.stop()
+        with pytest.raises(rlkit.BackendError, match="closed"):
+            sampler.sample([5], rlkit.SamplingParams(max_tokens=2)).result(20)
+
+
 def test_a_cancelled_request_makes_room(connect):
     """A request that another process draws is given up there, and its future says so."""
     policy = connect(2)
