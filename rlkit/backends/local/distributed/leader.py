@@ -267,7 +267,7 @@ class Leader:
                 del left[:count]
 
     def _deal(self) -> list[Part]:
-        """Return what each other rank is told: new requests, and those that no one waits for any more."""
+        """Hand out the waiting requests; return a message to each other rank: its new ones, and those to cancel."""
         new: list[list[tuple[int, int, Part]]] = [[] for _ in range(self.size)]
         for request in self._take_waiting():
             number, size = self._numbers.get(request.snapshot), _size(request)
