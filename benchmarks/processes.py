@@ -22,7 +22,7 @@ import runner
 import workload
 
 import rlkit
-from rlkit.backends.local.distributed.world import PROGRAM
+from rlkit.backends.local.distributed.launch import PROGRAM
 
 TICK = os.sysconf("SC_CLK_TCK")
 

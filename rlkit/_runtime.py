@@ -77,13 +77,14 @@ def is_loopback(host: str) -> bool:
 
 
 def torchrun_world_size() -> int | None:
-    """Return how many processes torchrun started, or None where it did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in _TORCHRUN) else None
+    """Return how many processes torchrun started, or None where it did not start several."""
+    size = int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in _TORCHRUN) else 1
+    return None if size == 1 else size  # some clusters tell it to all that they start
 
 
 def follow_torchrun() -> None:
     """Under torchrun: in all processes but the first do what that one says, and leave the program with it."""
-    if (torchrun_world_size() or 1) > 1:
+    if torchrun_world_size() is not None:
         resolve_name("rlkit.backends.local.distributed.follower:follow_torchrun")()
 
 

@@ -152,6 +152,7 @@ def test_the_check_leaves_the_rest(source):
 
 BROAD = {"Exception", "BaseException", "RuntimeError", "AttributeError", "AssertionError", "NotImplementedError"}
 QUIET = {  # in backends, losses and critics: who catches what a bug raises and does not name it, and why that is right
+    ("backends/local/distributed/follower.py", "_follow_until_end"): "the process ends with it",
     ("backends/local/distributed/world.py", "release_all"): "the others are gone, or never came",
     ("backends/local/distributed/sharding.py", "_trim"): "freed memory is given back where the system can",
     ("backends/local/model/hub.py", "_complete"): "a file that cannot be read is made again",

@@ -293,9 +293,9 @@ class LocalBackend(InProcessBackend):
         snapshot = self._latest() if self._latest is not None else None
         if snapshot is None or snapshot.version != self.version:
             snapshot = self._policy.snapshot(self.version)
-            self._latest = weakref.ref(snapshot)
             if self._leader is not None:
                 self._leader.add_snapshot(snapshot)
+            self._latest = weakref.ref(snapshot)
         return snapshot
 
     def _live(self, *, recompute: bool) -> LiveSampler:

@@ -24,6 +24,7 @@ __all__ = [
     "IDLE",
     "Part",
     "Request",
+    "describe_error",
     "pack",
     "pack_inputs",
     "pack_request",
@@ -66,6 +67,15 @@ def unpack(sizes: torch.Tensor, flat: torch.Tensor) -> Part:
         tensors.append(flat[begin:end].clone().view(_DTYPES[name]).reshape(shape))
         begin = end
     return header, tensors
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error.
+
+    >>> describe_error(ValueError("3 is too large")), describe_error(KeyboardInterrupt())
+    ('ValueError: 3 is too large', 'KeyboardInterrupt')
+    """
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def pack_inputs(inputs: Inputs) -> Part:
@@ -113,7 +123,7 @@ def pack_result(request: Request) -> Part:
     """Return what a request that has ended drew or scored, or its error."""
     error = request.future.exception()
     if error is not None:
-        return {"error": str(error)}, []
+        return {"error": describe_error(error)}, []
     if isinstance(request, ScoreRequest):
         return {}, [_tensor(x) for x in request.future.result()]
     samples = request.future.result()

@@ -1,4 +1,4 @@
-"""Ranks other than 0: ``python -m rlkit.backends.local.distributed.follower`` is one, told its number by stdin.
+"""Ranks other than 0, which carry out what rank 0 orders.
 
 Under torchrun the first ``Run`` or ``LocalBackend`` follows in every process but the first.
 """
@@ -6,9 +6,9 @@ Under torchrun the first ``Run`` or ``LocalBackend`` follows in every process bu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,20 +18,17 @@ import torch.distributed as dist
 from rlkit.backends.local import load_policy
 from rlkit.backends.local.checks import check_options
 from rlkit.backends.local.distributed._messages import (
+    Part,
     Request,
+    describe_error,
     pack_result,
     unpack_inputs,
     unpack_request,
 )
+from rlkit.backends.local.distributed.launch import SLACK, join_torchrun, open_store
 from rlkit.backends.local.distributed.leader import BASE, flatten, load_flat, take_turns
 from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.world import (
-    SLACK,
-    FollowerWorld,
-    join_torchrun,
-    open_store,
-    release_torchrun_at_exit,
-)
+from rlkit.backends.local.distributed.world import FollowerWorld, release_torchrun_at_exit
 from rlkit.backends.local.sampling.sampler import Snapshot
 from rlkit.backends.local.training.trainer import Flat, backpropagate
 from rlkit.types import Lora
@@ -60,6 +57,7 @@ class Follower:
         self._snapshots: dict[int, Snapshot] = {BASE: self._policy.bare}
         self._requests: dict[int, Request] = {}
         self._flat: Flat = {}
+        self._gradient = torch.empty(0)  # of this call, in one row
         self._error: str | None = None  # of this call
 
     def forward(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -84,18 +82,19 @@ class Follower:
     def finish(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Answer whether all went well."""
         del header, tensors
+        with self._reporting():
+            self._gradient = flatten([p.grad for p in self._parameters], self._parameters).to(self._shared)
         self._world.answer(({"error": self._error}, []))
 
     def sum(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Add the gradient to rank 0's, and drop it."""
-        flat = flatten([p.grad for p in self._parameters], self._parameters).to(self._shared)
-        dist.reduce(flat, 0, group=self._world.group)
+        dist.reduce(self._gradient, 0, group=self._world.group)
         self.clear(header, tensors)
 
     def clear(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Drop the gradient of this call."""
         del header, tensors
-        self._flat, self._error = {}, None
+        self._flat, self._gradient, self._error = {}, torch.empty(0), None
         self._trainer.clear()
 
     def adapter(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -110,32 +109,35 @@ class Follower:
         """Take a snapshot of the adapter."""
         del tensors
         self._forget(header["forgotten"])
-        self._snapshots[header["number"]] = self._policy.snapshot(header["version"])
+        with self._answering():
+            self._snapshots[header["number"]] = self._policy.snapshot(header["version"])
 
     def update(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Update a live sampler's snapshot."""
         del tensors
-        with self._reporting():
+        with self._answering():
             snapshot, newer = (self._snapshots[header[name]] for name in ("snapshot", "newer"))
             self._scheduler.update(snapshot, newer, recompute=header["recompute"])
-        self._world.answer(({"error": self._error}, []))
-        self._error = None
 
     def tick(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Begin requests, decode a little, and answer with what has ended."""
         self._forget(header["forgotten"])
+        ended: dict[int, Part] = {}
         for key in header["dropped"]:
             if key in self._requests:
                 self._requests[key].drop()
         for key, number, described, count in header["new"]:
             own, tensors = tensors[:count], tensors[count:]
-            request = unpack_request((described, own), self._snapshots[number], self._policy.base.tokenizer)
-            self._requests[key] = request
-            self._scheduler.submit(request)
-        take_turns(self._scheduler)
-        ended = {key: pack_result(request) for key, request in self._requests.items() if request.future.done()}
+            try:
+                request = unpack_request((described, own), self._snapshots[number], self._policy.base.tokenizer)
+                self._scheduler.submit(request)
+                self._requests[key] = request
+            except Exception as error:  # noqa: BLE001  # the caller gets it
+                ended[key] = {"error": describe_error(error)}, []
+        take_turns(self._scheduler, header["seconds"])
+        ended |= {key: pack_result(request) for key, request in self._requests.items() if request.future.done()}
         for key in ended:
-            del self._requests[key]
+            self._requests.pop(key, None)
         entries = [[key, result, len(several)] for key, (result, several) in ended.items()]
         self._world.answer(({"done": entries}, [x for _, several in ended.values() for x in several]))
 
@@ -156,7 +158,17 @@ class Follower:
         try:
             yield
         except Exception as error:  # noqa: BLE001  # rank 0 raises it
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = describe_error(error)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Answer whether this went well; it is no part of a call of the trainer's."""
+        error = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001  # rank 0 raises it
+            error = describe_error(raised)
+        self._world.answer(({"error": error}, []))
 
 
 def follow(world: FollowerWorld) -> None:
@@ -184,7 +196,7 @@ def _open(world: FollowerWorld, header: Mapping[str, Any]) -> dict[int, Follower
         weights = None if groups is None else ShardedWeights(torch.device(device), *groups, world.deadline + SLACK)
         opened[header["backend"]] = Follower(world, header["options"], device, weights)
     except Exception as raised:  # noqa: BLE001  # rank 0 raises it
-        error = f"{type(raised).__name__}: {raised}"
+        error = describe_error(raised)
     world.answer(({"error": error}, []))
     return opened
 
@@ -201,13 +213,11 @@ def follow_torchrun() -> None:
     raise SystemExit(0)
 
 
-def main() -> None:
-    """Follow in a process that rank 0 started."""
-    told = json.loads(sys.stdin.read())
-    store = open_store(told["folder"], told["start"])
-    store.set(f"rank{told['rank']}", "here")
-    shape = (told["rank"], told["size"], told["device"], told["start"], told["deadline"])
-    _follow_until_end(FollowerWorld(store, *shape))
+def main(folder: str, rank: int, size: int, device: str, start: float, deadline: float) -> None:
+    """Follow in a process that rank 0 started. See ``FollowerWorld``."""
+    store = open_store(folder, start)
+    store.set(f"rank{rank}", "here")
+    _follow_until_end(FollowerWorld(store, rank, size, device, start, deadline))
     sys.stdout.flush()
     os._exit(0)  # threads of libraries that were loaded would be waited for
 
@@ -215,12 +225,8 @@ def main() -> None:
 def _follow_until_end(world: FollowerWorld) -> None:
     try:
         follow(world)
-    except RuntimeError as error:  # of torch.distributed: rank 0 is gone, or another rank
-        sys.stderr.write(f"{error}\n")
+    except Exception:  # noqa: BLE001  # of torch.distributed, say: rank 0 is gone, or another rank
+        traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

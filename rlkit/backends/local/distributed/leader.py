@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,13 @@ from rlkit.backends.local.distributed._messages import (
     pack_request,
     unpack_result,
 )
+from rlkit.backends.local.distributed.launch import SLACK
 from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.world import SLACK, acquire, release
+from rlkit.backends.local.distributed.world import acquire, release
 from rlkit.backends.local.sampling.sampler import SampleRequest, Snapshot
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.training.trainer import Flat, Inputs, LocalTrainer
-from rlkit.errors import BackendError, ConfigError, RankLost, RequestCancelled
+from rlkit.errors import BackendError, ConfigError, RequestCancelled
 
 if TYPE_CHECKING:
     from rlkit.backends.local import LoadedPolicy
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["BASE", "Leader", "flatten", "load_flat", "take_turns"]
 
 BASE = 0  # the number of the snapshot without an adapter
-_TURNS = 8  # of the scheduler between two exchanges of requests and samples
+_TURNS = 8  # of the scheduler between two exchanges of requests and samples, at most
 
 
 @attrs.define(eq=False)
@@ -102,6 +104,7 @@ class Leader:
         self._sent: dict[int, _Sent] = {}
         self._load = [0] * self.size  # tokens that each has to draw or to score
         self._weights: ShardedWeights | None = None
+        self._spent = 0.0  # seconds that other backends have held the ranks until this one's last turn
         self._closed = False
         try:
             self.policy = self._open({**options}, "cuda" if gpus else str(place), place, load)
@@ -128,9 +131,7 @@ class Leader:
         self._closed = True
         if self._weights is not None:
             self._weights.close()
-        with contextlib.suppress(RankLost):
-            self._order("close")
-        release(self._world)
+        release(self._world, self._backend)
 
     def _open(
         self,
@@ -195,9 +196,12 @@ class Leader:
     def add_snapshot(self, snapshot: Snapshot) -> None:
         """Have all take the same snapshot of their adapter."""
         number = next(self._snapshots)
-        self._order("snapshot", number=number, version=snapshot.version, forgotten=self._forgotten())
-        self._numbers[snapshot] = number
         weakref.finalize(snapshot, self._dead.append, number).atexit = False
+        gone = self._forgotten()
+        with self._exchange("snapshot", number=number, version=snapshot.version, forgotten=gone) as answers:
+            pass
+        self._raise_errors("sampler", answers)
+        self._numbers[snapshot] = number
 
     def submit(self, request: Request) -> None:
         """Draw or score on the rank that has least to do; from any thread.
@@ -221,14 +225,13 @@ class Leader:
             RankLost: also where this rank has ``newer``, and another one raised: they are not the same any more.
         """
         older, newest = self._numbers[snapshot], self._numbers[newer]
-        with self._world.lock:
-            self._world.check()
-            self._scheduler.update(snapshot, newer, recompute=recompute)  # nothing is given out until the next turn
-            with self._exchange("update", snapshot=older, newer=newest, recompute=recompute) as answers:
-                pass
-            for rank, (header, _) in enumerate(answers, 1):
-                if header.get("error"):
-                    raise self._world.fail(f"update: rank {rank} has not the newer policy: {header['error']}")
+        self._world.check()
+        self._scheduler.update(snapshot, newer, recompute=recompute)  # nothing is given out until the next turn
+        with self._exchange("update", snapshot=older, newer=newest, recompute=recompute) as answers:
+            pass
+        for rank, (header, _) in enumerate(answers, 1):
+            if header.get("error"):
+                raise self._world.fail(f"update: rank {rank} has not the newer policy: {header['error']}")
         if done is not None:
             done()
 
@@ -257,8 +260,11 @@ class Leader:
         self._scheduler.stop()
 
     def _tick(self, parts: Sequence[Part]) -> None:
-        with self._exchange("tick", parts, forgotten=self._forgotten()) as answers:
-            take_turns(self._scheduler)
+        spent = self._world.spent_by_others(self._backend)
+        seconds = (spent - self._spent) or None  # as long as another policy, which trains say, has had them
+        self._spent = spent
+        with self._exchange("tick", parts, forgotten=self._forgotten(), seconds=seconds) as answers:
+            take_turns(self._scheduler, seconds)
         for header, tensors in answers:
             left = list(tensors)
             for key, result, count in header["done"]:
@@ -304,7 +310,7 @@ class Leader:
                 what = "no caller waits for this request any more, so it was cancelled; send it again"
                 future.set_exception(RequestCancelled(what))
             elif "error" in header:
-                future.set_exception(BackendError(f"rank {sent.rank}: {header['error']}"))
+                future.set_exception(BackendError(f"rank {sent.rank} raised {header['error']}"))
             else:
                 future.set_result(unpack_result(sent.request, result))
 
@@ -327,15 +333,15 @@ class Leader:
         self._load[rank] -= size
 
     def _order(self, kind: str, parts: Sequence[Part] = (), **fields: object) -> None:
-        self._world.order(kind, parts, backend=self._backend, **fields)
+        self._world.order(kind, self._backend, parts, **fields)
 
     def _exchange(
         self, kind: str, parts: Sequence[Part] = (), within: float | None = None, **fields: object
     ) -> AbstractContextManager[list[Part]]:
-        return self._world.exchange(kind, parts, within, backend=self._backend, **fields)
+        return self._world.exchange(kind, self._backend, parts, within, **fields)
 
     def _together(self, kind: str, work: Callable[[], object]) -> None:
-        self._world.together(kind, work, self._backend)
+        self._world.together(kind, self._backend, work)
 
     def _raise_errors(self, call: str, answers: Sequence[Part]) -> None:
         for rank, (header, _) in enumerate(answers, 1):
@@ -351,12 +357,15 @@ class Leader:
         return self.policy.scheduler
 
 
-def take_turns(scheduler: Scheduler) -> None:
-    """Decode a little."""
+def take_turns(scheduler: Scheduler, seconds: float | None) -> None:
+    """Decode a little, and for no longer than ``seconds``."""
+    began = time.monotonic()
     for _ in range(_TURNS):
         if scheduler.delay() is None:
             return
         scheduler.turn()
+        if seconds is not None and time.monotonic() - began > seconds:
+            return
 
 
 def flatten(tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit._runtime import torchrun_world_size
 from rlkit.errors import ConfigError
 
@@ -28,24 +29,17 @@ class Processes:
     Args:
         count: how many, this one included.
         deadline: seconds that one of them may take for a micro-batch, or for a few tokens.
-        start: seconds that they may take until they have imported torch and found one another.
+        start: seconds that they may take until they have imported torch and found one another, and then to load.
         threads: of torch in each; None shares those of this process, where the model is on a CPU.
 
     Raises:
         ConfigError: an option is of the wrong type or out of range.
     """
 
-    count: int
-    deadline: float = attrs.field(default=600.0, kw_only=True)
-    start: float = attrs.field(default=600.0, kw_only=True)
-    threads: int | None = attrs.field(default=None, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        _check.integer("processes", self.count, low=1)
-        for name in ("deadline", "start"):
-            _check.real(f"Processes({name})", getattr(self, name), above=0.0, why="seconds")
-        if self.threads is not None:
-            _check.integer("Processes(threads)", self.threads, low=1)
+    count: int = checked(attrs.NOTHING, _check.integer, low=1)
+    deadline: float = checked(600.0, _check.real, kw_only=True, above=0.0, why="seconds")
+    start: float = checked(600.0, _check.real, kw_only=True, above=0.0, why="seconds")
+    threads: int | None = checked(None, _check.integer, none=True, kw_only=True, low=1)
 
     def open(
         self,

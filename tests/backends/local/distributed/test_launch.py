@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rlkit
@@ -112,8 +113,14 @@ def test_they_listen_on_loopback_alone(connect):
 
 
 def test_from_a_prompt(tiny, tmp_path):
-    """Without a file, without ``if __name__ == "__main__"``, and left without ``close``: as notebooks are."""
+    """Without a file, without ``if __name__ == "__main__"``, and left without ``close``: as notebooks are.
+
+    What hides a module of Python's in a folder that was added to the path does no harm, as it does none here.
+    """
+    for name in ("json", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
     text = LOOP.replace("seed=0)", "seed=0, processes=2)", 1).replace("again.close()", "")
+    text = text.replace("import rlkit", "import rlkit; sys.path.insert(0, sys.argv[2])")
     code = f"import sys; sys.argv[1:] = {[tiny('llama'), str(tmp_path)]!r}\n{text}"
     done = subprocess.run(
         [sys.executable, "-i", "-q"],
@@ -163,8 +170,9 @@ def test_settings():
     assert read_processes(None) is None
     assert read_processes(1) is None
     assert read_processes(3) == Processes(3)
+    assert type(Processes(np.int64(2), threads=np.int64(1)).threads) is int
     for option in ({"deadline": 0}, {"start": -1.0}, {"threads": 0}):
-        with pytest.raises(rlkit.ConfigError, match=r"Processes\("):
+        with pytest.raises(rlkit.ConfigError, match=r"Processes\."):
             Processes(2, **option)
 
 
@@ -176,6 +184,9 @@ def test_another_number_than_torchruns(monkeypatch):
     assert read_processes(1) is None
     with pytest.raises(rlkit.ConfigError, match="torchrun started 4"):
         read_processes(2)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as operators of clusters set it for every program
+    assert read_processes(None) is None
+    assert read_processes(2) == Processes(2)
 
 
 def test_other_backends_share_the_processes(connect):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("peft")
-from rlkit.backends.local.distributed.world import PROGRAM
+from rlkit.backends.local.distributed.launch import PROGRAM
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked up in /proc")
 
@@ -181,6 +181,53 @@ why, _ = lost(lambda: train(first))  # and not with an answer to another questio
 assert "KeyboardInterrupt interrupted an exchange" in why, why
 first.close()
 """,
+    "a rank that raises": """
+from rlkit.backends.local.distributed import launch
+
+spoilt = '''
+from rlkit.backends.local import LoadedPolicy
+from rlkit.backends.local.distributed import follower
+
+def spoil(owner, name, where):
+    function, calls = getattr(owner, name), []
+    def raises(*arguments):
+        calls.append(1)
+        if len(calls) in where:
+            raise MemoryError(name)
+        return function(*arguments)
+    setattr(owner, name, raises)
+
+spoil(LoadedPolicy, "snapshot", {2})
+spoil(follower, "unpack_request", {1})
+spoil(follower, "flatten", {4, 6})  # a gradient; an adapter
+'''
+launch.PROGRAM = launch.PROGRAM.replace("main(**told)", spoilt + "main(**told)")
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+params = rlkit.SamplingParams(max_tokens=2)
+
+def refused(call, text):
+    try:
+        call()
+    except rlkit.BackendError as error:
+        assert text in str(error) and not isinstance(error, rlkit.RankLost), error
+    else:
+        raise AssertionError(text)
+
+with policy.sampler().result() as sampler:  # of two requests the other rank has one
+    results = [sampler.sample([5, k], params) for k in range(2)]
+    assert len(results[0].result()) == 1
+    refused(results[1].result, "rank 1 raised MemoryError: unpack_request")
+train(policy)
+refused(policy.sampler().result, "sampler: rank 1 raised MemoryError: snapshot")
+with policy.sampler().result() as sampler:
+    assert all(len(future.result()) == 1 for future in [sampler.sample([5, k], params) for k in range(4)])
+refused(lambda: train(policy), "forward_backward: rank 1 raised MemoryError: flatten")
+policy.forward_backward(data, "cross_entropy").result()
+policy.optim_step(step).result()  # it is made; the other rank cannot take it
+why, _ = lost(lambda: policy.forward(data).result())
+assert why.startswith("rank 1 is gone: its process ended with 1") and "MemoryError: flatten" in why, why
+policy.close()
+""",
     "lost in a step": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0)
 policy.forward_backward(data, "cross_entropy").result()
@@ -214,6 +261,17 @@ while ranks_of(os.getpid()):  # a stopped process is killed
     assert time.monotonic() < end
     time.sleep(0.05)
 policy.close()
+
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+for pid in ranks_of(os.getpid()):
+    os.kill(pid, signal.SIGSTOP)
+began = time.monotonic()
+policy.close()  # which does not wait for ten minutes
+assert time.monotonic() - began < 60 and not ranks_of(os.getpid())
+try:
+    connect(lora=rlkit.Lora(rank=2), processes=Processes(2, start=0.05))
+except rlkit.BackendError as error:
+    assert "not all of them came in 0.05 s; see Processes(start=)" in str(error), error
 """,
 }
 

@@ -85,4 +85,4 @@ def test_requests_and_results():
     assert (ids.tolist(), logprobs.tolist()) == (sent.ids.tolist(), [[1.0, 1.0]] * 3)
     failed = ScoreRequest(SNAPSHOT, PROMPT, sent.ids)
     failed.future.set_exception(rlkit.BackendError("no memory"))
-    assert there(messages.pack_result(failed)) == ({"error": "no memory"}, [])
+    assert there(messages.pack_result(failed)) == ({"error": "BackendError: no memory"}, [])

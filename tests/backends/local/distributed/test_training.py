@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import torch
 import rlkit
 
 pytest.importorskip("peft")
+
+from rlkit.backends.local.distributed.leader import take_turns
 
 PLAIN = rlkit.Adam(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e8)  # gradient descent: the gradient is what is seen
 
@@ -208,19 +213,44 @@ def test_a_loss_may_ask_another_policy(connect):
 def test_other_ranks_forget_what_nobody_samples_from(connect):
     """With the next snapshot at the latest: whoever samples little would fill their memory."""
     policy, told = connect(2), []
-    order = policy._leader._order
+    exchange = policy._leader._exchange
 
     def listen(kind, *parts, **fields):
         told.append((kind, fields.get("forgotten")))
-        order(kind, *parts, **fields)
+        return exchange(kind, *parts, **fields)
 
-    policy._leader._order = listen
+    policy._leader._exchange = listen
     for _ in range(3):
         with policy.sampler().result():
             pass
         policy.forward_backward(rows([9]), "cross_entropy")
         policy.optim_step(PLAIN).result()
     assert [forgotten for kind, forgotten in told if kind == "snapshot"] == [[], [1], [2]]
+
+
+def test_turns_are_shared(connect):
+    """A policy that decodes keeps another one neither from its next turn, nor for longer than that one had them."""
+    world, taken = connect(2)._leader._world, []
+
+    def train():
+        with world._turn(99):
+            taken.append("trains")
+            time.sleep(0.01)
+
+    thread, before = threading.Thread(target=train), world.spent_by_others(98)
+    with world._turn(98):
+        thread.start()
+        while not world._next.locked():  # it waits
+            time.sleep(0.001)
+    with world._turn(98):
+        taken.append("decodes")
+    thread.join()
+    assert taken == ["trains", "decodes"]
+    assert world.spent_by_others(98) - before >= 0.01
+    for seconds, turns in ((None, 8), (60.0, 8), (0.0, 1)):
+        scheduler = Mock()
+        take_turns(scheduler, seconds)
+        assert scheduler.turn.call_count == turns
 
 
 def test_a_request_that_comes_while_it_closes_is_refused(connect):
