@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,7 +28,7 @@ from rlkit.backends.local.checkpoint import (
 from rlkit.backends.local.checks import ResolvedOptions, check_options, check_sampler, read_processes, resolve_local
 from rlkit.backends.local.model.base import COPIED_UNDER, Base, load_base
 from rlkit.backends.local.model.lora import adapter_seed, decide_head, describe_lora, with_adapter
-from rlkit.backends.local.model.memory import default_max_rows, micro_batch_tokens_for
+from rlkit.backends.local.model.memory import default_max_rows, free_bytes, micro_batch_tokens_for
 from rlkit.backends.local.model.probe import warn_untried
 from rlkit.backends.local.products.lora_linear import adapter_of
 from rlkit.backends.local.sampling.decoders import decoder_for
@@ -46,9 +47,9 @@ from rlkit.types import SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lo
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch.distributed.device_mesh import DeviceMesh
 
     from rlkit.backends.local.distributed.leader import Leader
-    from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["LocalBackend"]
 
@@ -112,25 +113,31 @@ class LoadedPolicy:
         return take_snapshot(self.peft, version, self.lora.alpha / self.lora.rank)
 
 
-def load_policy(resolved: ResolvedOptions[LocalOptions], weights: ShardedWeights | None) -> LoadedPolicy:
+def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None) -> LoadedPolicy:
     """Load the model, add the adapter, fresh or saved, and choose how both are computed.
 
     Args:
         resolved: the options.
-        weights: where the base's weights go, where ranks share them out.
+        mesh: of the ranks that share the base's weights out, if they do.
 
     Raises:
         ConfigError: the model cannot be loaded, or an option does not fit it.
         CheckpointError: the saved state is damaged, or another model's.
     """
     options, dtype, saved = resolved.options, resolved.dtype, resolved.saved
-    base = load_base(resolved.model, dtype, resolved.device, weights)
-    warn_untried(base.device)
+    device, sharded = resolved.device, mesh is not None
+    base = load_base(resolved.model, dtype, "cpu" if sharded else device)
+    warn_untried(device)
     lora = decide_head(resolved.lora, base)
     peft = with_adapter(base, lora, adapter_seed(lora, resolved.entropy), fresh=saved is None)
-    tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base))
+    free = free_bytes(device)
+    if mesh is not None and free is not None:
+        free -= base.nbytes // mesh.size()
+    tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base, free))
     folder = None if options.offload_folder is None else Path(options.offload_folder)
-    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, folder)
+    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, folder, at_once=sharded)
+    if mesh is not None:
+        base = resolve_name("rlkit.backends.local.distributed.shard:shard")(base, peft, mesh, device)
     trainer = LocalTrainer(peft, base.device, tokens, forward)
     how = "rlkit's own forward" if base.llama else "the library's modules"
     _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, tokens)
@@ -144,16 +151,16 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], weights: ShardedWeights
         peft=peft,
         lora=lora,
         trainer=trainer,
-        scheduler=_make_scheduler(base, decided, whole=weights is None),
+        scheduler=_make_scheduler(base, decided),
         seeds=seeds,
         version=version,
         options=decided,
     )
 
 
-def _make_scheduler(base: Base, options: LocalOptions, *, whole: bool) -> Scheduler:
-    merge, copies = bool(options.merge) and whole, options.merged_copies or 1
-    graphs = options.cuda_graphs is not False and whole
+def _make_scheduler(base: Base, options: LocalOptions) -> Scheduler:
+    merge, copies = bool(options.merge), options.merged_copies or 1
+    graphs = options.cuda_graphs is not False
     decoder = partial(decoder_for, base, merge, options.prefix_mb * 10**6, graphs, beside=[])
     rows = options.max_rows or default_max_rows(base.device)
     return Scheduler(decoder, rows, max(_SNAPSHOTS, copies), copies if merge else None)
@@ -200,9 +207,8 @@ class LocalBackend(InProcessBackend):
         if processes is None:
             policy = load_policy(resolved, None)
         else:
-            shared = attrs.evolve(resolved.options, merge=False) if asked.shard else resolved.options
             load = partial(load_policy, resolved)
-            self._leader = processes.open(shared.for_ranks(), resolved.device, asked.device, load)
+            self._leader = processes.open(resolved.options.for_ranks(), resolved.device, asked.device, load)
             policy = self._leader.policy
         self._policy, self.base, self._seeds = policy, policy.base, policy.seeds
         self._trainer, self._scheduler = policy.trainer, policy.scheduler
@@ -240,6 +246,7 @@ class LocalBackend(InProcessBackend):
         """
         invariant = (
             self._engine is None
+            and not self._policy.options.shard
             and self._queue.enqueue("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
         )
         offers = {} if self._engine is not None else {"sampling_options": (*SAMPLING_OPTIONS, "stop")}
@@ -290,6 +297,7 @@ class LocalBackend(InProcessBackend):
 
     def _newest(self) -> Snapshot:
         """Return a snapshot of the policy as it is: one for each step, which the samplers in between share."""
+        self._check_samples()
         snapshot = self._latest() if self._latest is not None else None
         if snapshot is None or snapshot.version != self.version:
             snapshot = self._policy.snapshot(self.version)
@@ -314,16 +322,23 @@ class LocalBackend(InProcessBackend):
     def _base(self) -> Sampler:
         if self._engine is not None:
             return check_sampler("base_sampler()", self._engine.base_sampler())
+        self._check_samples()
         return LocalSampler(self, self._policy.bare, self._seeds, self._draws.submit)
 
     def _check_ranks(self) -> None:
         if self._leader is not None:
             self._leader.check()
 
+    def _check_samples(self) -> None:
+        if self._policy.options.shard:
+            what = "shard=True: a token would take all weights of all processes"
+            raise UnsupportedError(f"{what}; connect with sampler='vllm' to sample and to compute logprobs of texts")
+
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of a saved state, which costs the memory of the adapter alone. See ``SavedSamplers``."""
         if self._engine is not None:
             raise UnsupportedError("saved_sampler: this backend samples with sampler=; use rlkit.sampler for a save")
+        self._check_samples()
 
         def job() -> LocalSampler:
             folder, state = saves.read(path, backend="local")

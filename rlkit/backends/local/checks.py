@@ -146,14 +146,9 @@ def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
         raise ConfigError(
             "shard", "got True with one process", "several, which share the weights", "give processes=2 or more"
         )
-    if options.merge is True:
-        raise ConfigError(
-            "merge", "got True with shard=True", "False or 'auto'", "merging needs a full copy of the weights"
-        )
-    if options.cuda_graphs:
-        raise ConfigError(
-            "cuda_graphs", "got True with shard=True", "None or False", "a CUDA graph needs weights that stay in place"
-        )
+    if options.offload_folder is not None:
+        what = f"got {str(options.offload_folder)!r} with shard=True"
+        raise ConfigError("offload_folder", what, "None", "all processes compute each layer once, of all tokens")
 
 
 def check_sampler(call: str, sampler: Sampler | None) -> Sampler:

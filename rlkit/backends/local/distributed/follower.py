@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,16 @@ from rlkit.backends.local.distributed._messages import (
     unpack_inputs,
     unpack_request,
 )
-from rlkit.backends.local.distributed.launch import SLACK, join_torchrun, open_store
+from rlkit.backends.local.distributed.launch import join_torchrun, open_store
 from rlkit.backends.local.distributed.leader import BASE, flatten, load_flat, take_turns
-from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.world import FollowerWorld, release_torchrun_at_exit
+from rlkit.backends.local.distributed.shard import make_idle_inputs, make_mesh
+from rlkit.backends.local.distributed.world import FollowerWorld, one_after_another, release_torchrun_at_exit
 from rlkit.backends.local.sampling.sampler import Snapshot
 from rlkit.backends.local.training.trainer import Flat, backpropagate
 from rlkit.types import Lora
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Follower:
@@ -41,15 +44,13 @@ class Follower:
         world: with rank 0.
         options: rank 0's, of the local backend.
         device: this rank's.
-        weights: the base's, where ranks share them out.
+        mesh: of the ranks that share the base's weights out, if they do.
     """
 
-    def __init__(
-        self, world: FollowerWorld, options: Mapping[str, Any], device: str, weights: ShardedWeights | None
-    ) -> None:
+    def __init__(self, world: FollowerWorld, options: Mapping[str, Any], device: str, mesh: DeviceMesh | None) -> None:
         here = {"lora": Lora(**options["lora"]), "device": device, "processes": 1, "shard": False}
-        self._world, self._weights = world, weights
-        self._policy = load_policy(check_options(**{**options, **here}), weights)
+        self._world, self._sharded = world, mesh is not None
+        self._policy = load_policy(check_options(**{**options, **here}), mesh)
         self._trainer, self._scheduler = self._policy.trainer, self._policy.scheduler
         self._parameters = list(self._trainer.parameters.values())
         self._device = torch.device(device)
@@ -63,20 +64,24 @@ class Follower:
     def forward(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Compute a micro-batch, and answer with its outputs."""
         self._flat = {}
-        if tensors and self._error is None:
+        if (tensors or self._sharded) and self._error is None:
             with self._reporting():
-                inputs = unpack_inputs((header, tensors), self._device)
+                inputs = unpack_inputs((header, tensors), self._device) if tensors else make_idle_inputs(self._device)
                 self._flat = self._trainer.outputs(inputs, gradient=header["gradient"])
-        answer = {"error": self._error, "names": list(self._flat)}
-        self._world.answer((answer, [x.detach().float() for x in self._flat.values()]))
+        flat = self._flat if tensors else {}
+        answer = {"error": self._error, "names": list(flat)}
+        self._world.answer((answer, [x.detach().float() for x in flat.values()]))
         if not header["gradient"]:
             self._flat, self._error = {}, None
 
     def backward(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Add the gradient of the micro-batch."""
+        names = header["names"]
+        if self._sharded and not tensors:
+            names, tensors = ["logprobs"], [torch.zeros(1)]
         if tensors and self._error is None:
             with self._reporting():
-                backpropagate(self._flat, header["names"], tensors)
+                backpropagate(self._flat, names, tensors)
         self._flat = {}
 
     def finish(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -145,8 +150,6 @@ class Follower:
         """Free the model."""
         del header, tensors
         self._scheduler.stop()
-        if self._weights is not None:
-            self._weights.close()
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -157,7 +160,9 @@ class Follower:
         """Keep what is raised, for rank 0."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # rank 0 raises it
+        except Exception as error:
+            if self._sharded:  # others wait for this rank, which has to leave
+                raise
             self._error = describe_error(error)
 
     @contextlib.contextmanager
@@ -191,10 +196,11 @@ def _open(world: FollowerWorld, header: Mapping[str, Any]) -> dict[int, Follower
     device, error, opened = header["device"], None, dict[int, Follower]()
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', world.rank)}"
-    groups = world.make_shard_groups() if header["options"].get("shard") else None  # in rank 0's order
+    sharded = header["options"].get("shard")
     try:
-        weights = None if groups is None else ShardedWeights(torch.device(device), *groups, world.deadline + SLACK)
-        opened[header["backend"]] = Follower(world, header["options"], device, weights)
+        mesh = make_mesh(world.group, torch.device(device)) if sharded else None
+        with one_after_another(world.rank, world.size, world.start) if sharded else contextlib.nullcontext():
+            opened[header["backend"]] = Follower(world, header["options"], device, mesh)
     except Exception as raised:  # noqa: BLE001  # rank 0 raises it
         error = describe_error(raised)
     world.answer(({"error": error}, []))

@@ -32,15 +32,16 @@ from rlkit.backends.local.distributed._messages import (
     pack_request,
     unpack_result,
 )
-from rlkit.backends.local.distributed.launch import SLACK
-from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.world import acquire, release
+from rlkit.backends.local.distributed.shard import make_mesh
+from rlkit.backends.local.distributed.world import acquire, one_after_another, release
 from rlkit.backends.local.sampling.sampler import SampleRequest, Snapshot
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.training.trainer import Flat, Inputs, LocalTrainer
 from rlkit.errors import BackendError, ConfigError, RequestCancelled
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from rlkit.backends.local import LoadedPolicy
     from rlkit.backends.local.distributed.settings import Processes
 
@@ -84,14 +85,15 @@ class Leader:
         options: Mapping[str, Any],
         place: torch.device,
         named: str | None,
-        load: Callable[[ShardedWeights | None], LoadedPolicy],
+        load: Callable[[DeviceMesh | None], LoadedPolicy],
     ) -> None:
         gpus = place.type == "cuda" and named in (None, "cuda")  # one for each
         here = settings.count if torchrun_world_size() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if gpus and here > torch.cuda.device_count():
             what = f"got {here} on this machine, which has {torch.cuda.device_count()} GPUs"
             raise ConfigError("processes", what, "at most one per GPU", "or device='cuda:0', which all of them share")
-        if options.get("shard") and place.type != "cpu" and not gpus:
+        self._sharded = bool(options.get("shard"))
+        if self._sharded and place.type != "cpu" and not gpus:
             raise ConfigError("shard", f"got True on {place}", "a GPU for each process, or a CPU")
         self._world = acquire(settings, "cuda" if gpus else "cpu")
         self._device = place if gpus else torch.device("cpu")  # where what all sum lies
@@ -103,11 +105,10 @@ class Leader:
         self._dead: deque[int] = deque()  # freed snapshots; the garbage collector must not take locks
         self._sent: dict[int, _Sent] = {}
         self._load = [0] * self.size  # tokens that each has to draw or to score
-        self._weights: ShardedWeights | None = None
         self._spent = 0.0  # seconds that other backends have held the ranks until this one's last turn
         self._closed = False
         try:
-            self.policy = self._open({**options}, "cuda" if gpus else str(place), place, load)
+            self.policy = self._open({**options}, "cuda" if gpus else str(place), load)
             self._numbers[self.policy.bare] = BASE
             self.share()
         except BaseException:
@@ -129,24 +130,23 @@ class Leader:
         if self._closed or self._world.forked:
             return
         self._closed = True
-        if self._weights is not None:
-            self._weights.close()
         release(self._world, self._backend)
 
     def _open(
         self,
         options: dict[str, Any],
         device: str,
-        place: torch.device,
-        load: Callable[[ShardedWeights | None], LoadedPolicy],
+        load: Callable[[DeviceMesh | None], LoadedPolicy],
     ) -> LoadedPolicy:
-        """Load the policy on all ranks at once."""
-        world = self._world
-        with self._exchange("open", within=world.settings.start, options=options, device=device) as answers:
-            groups = world.make_shard_groups() if options.get("shard") else None
-            if groups is not None:
-                self._weights = ShardedWeights(place, *groups, world.settings.deadline + SLACK)
-            policy = load(self._weights)
+        """Load the policy on all ranks: at once, or one after the other, where each reads whole weights."""
+        world, start = self._world, self._world.settings.start
+        with self._exchange("open", within=start, options=options, device=device) as answers:
+            if not self._sharded:
+                policy = load(None)
+            else:
+                mesh = make_mesh(world.group, self._device)
+                with one_after_another(0, self.size, start):
+                    policy = load(mesh)
         self._raise_errors("connect", answers)
         return policy
 
@@ -154,20 +154,23 @@ class Leader:
 
     def forward(self, others: Sequence[Inputs], own: Callable[[], Flat], *, gradient: bool) -> list[Flat]:
         """See ``Hands``."""
-        if not others:
+        if not others and not self._sharded:
             return [own()]
         parts = [pack_inputs(inputs) for inputs in others]
         parts += [IDLE] * (self.size - 1 - len(parts))
         with self._exchange("forward", parts, gradient=gradient) as answers:
-            flat = own()
+            flat = self._world.in_step(own) if self._sharded else own()
         self._raise_errors("a micro-batch", answers)
         return [flat, *(dict(zip(header["names"], tensors, strict=True)) for header, tensors in answers[: len(others)])]
 
     def backward(self, others: Sequence[Sequence[torch.Tensor]], names: Sequence[str], own: Callable[[], None]) -> None:
         """See ``Hands``."""
+        parts: list[Part] = [({}, gradients) for gradients in others]
+        parts += [IDLE] * (self.size - 1 - len(parts))
+        if self._sharded:
+            self._world.together("backward", self._backend, own, parts, names=list(names))
+            return
         if others:
-            parts: list[Part] = [({}, gradients) for gradients in others]
-            parts += [IDLE] * (self.size - 1 - len(parts))
             self._order("backward", parts, names=list(names))
         own()
 

@@ -14,10 +14,10 @@ from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from rlkit.backends.local import LoadedPolicy
     from rlkit.backends.local.distributed.leader import Leader
-    from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["Processes", "read_processes"]
 
@@ -46,7 +46,7 @@ class Processes:
         options: Mapping[str, object],
         place: torch.device,
         named: str | None,
-        load: Callable[[ShardedWeights | None], LoadedPolicy],
+        load: Callable[[DeviceMesh | None], LoadedPolicy],
     ) -> Leader:
         """Open the same backend in the other processes. See ``Leader``."""
         from rlkit.backends.local.distributed.leader import Leader

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rlkit._runtime import torchrun_world_size
-from rlkit.backends.local.distributed._messages import IDLE, Part, pack, unpack
+from rlkit.backends.local.distributed._messages import IDLE, Part, describe_error, pack, unpack
 from rlkit.backends.local.distributed.launch import (
     FOR_EVER,
     GRACE,
@@ -33,16 +33,14 @@ from rlkit.backends.local.distributed.launch import (
     call_torchrun,
     check_free,
     join,
-    on_loopback,
 )
-from rlkit.backends.local.distributed.sharding import ShardGroups, shard_groups
 from rlkit.backends.trainer import check_process
 from rlkit.errors import BackendError, ConfigError, RankLost
 
 if TYPE_CHECKING:
     from rlkit.backends.local.distributed.settings import Processes
 
-__all__ = ["FollowerWorld", "World", "acquire", "release", "release_torchrun_at_exit"]
+__all__ = ["FollowerWorld", "World", "acquire", "one_after_another", "release", "release_torchrun_at_exit"]
 
 T = TypeVar("T")
 
@@ -71,6 +69,19 @@ def _fill(tensor: torch.Tensor, rank: int, within: timedelta) -> None:
     work.wait(within)
 
 
+@contextlib.contextmanager
+def one_after_another(rank: int, size: int, start: float) -> Iterator[None]:
+    """Let ranks do something in the order of their numbers, so that the memory for it is taken once at a time."""
+    token, within = torch.zeros(1), timedelta(seconds=start)
+    if rank > 0:
+        _fill(token, rank - 1, within)
+    try:
+        yield
+    finally:
+        if rank + 1 < size:
+            _send([token], rank + 1, within)
+
+
 class FollowerWorld:
     """The world, as a rank other than 0 sees it.
 
@@ -87,7 +98,7 @@ class FollowerWorld:
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: str, start: float, deadline: float) -> None:
         check_free()
-        self.rank, self.deadline, self._nth = rank, deadline, 0
+        self.rank, self.size, self.start, self._nth = rank, size, start, 0
         self.group = join(store, rank, size, device, start, deadline)
 
     def receive(self) -> Part:
@@ -100,11 +111,6 @@ class FollowerWorld:
         """Answer the order."""
         header, tensors = part
         _send(pack(({**header, "nth": self._nth}, tensors)), 0, FOR_EVER)
-
-    def make_shard_groups(self) -> ShardGroups:
-        """Return groups for a backend's weights, made by all ranks together."""
-        with on_loopback():
-            return shard_groups(timedelta(seconds=self.deadline + SLACK))
 
 
 class World:
@@ -207,21 +213,22 @@ class World:
             if any(header["nth"] != self._orders for header, _ in answers):
                 raise self.fail("the other processes answered something else")
 
-    def together(self, kind: str, backend: int, work: Callable[[], object]) -> None:
+    def together(
+        self, kind: str, backend: int, work: Callable[[], T], parts: Sequence[Part] = (), **fields: object
+    ) -> None:
         """Order what all ranks do together, and do it here; where that breaks between them, they are lost."""
-        with self._turn(backend), self._uninterrupted():
-            self._tell(kind, {"backend": backend})
-            try:
-                work()
-            except RuntimeError as error:  # of torch.distributed
-                raise self._lose(range(1, self.size), self.settings.deadline + SLACK, error) from error
+        with self._turn(backend):
+            self._tell(kind, {**fields, "backend": backend}, parts)
+            self.in_step(work)
 
-    def make_shard_groups(self) -> ShardGroups:
-        """See ``FollowerWorld``."""
-        with on_loopback():
-            groups = shard_groups(timedelta(seconds=self.settings.deadline + SLACK))
-        self._groups += groups
-        return groups
+    def in_step(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` gives, in which all ranks wait for one another: if it fails, they are lost."""
+        try:
+            with self._uninterrupted():
+                return work()
+        except Exception as error:  # of torch.distributed, or of this rank alone
+            silent = "imed out" in str(error) and f"a rank has not responded for {self.settings.deadline + SLACK:g} s"
+            raise self._lose(range(1, self.size), silent or f"rank 0 raised {describe_error(error)}") from error
 
     def fail(self, why: str) -> RankLost:
         """End everything, since a rank is gone or differs from the others; return the error of all later calls."""
@@ -289,16 +296,18 @@ class World:
 
     def _reach(self, rank: int, within: float | None, work: Callable[[timedelta], T]) -> T:
         within = self.settings.deadline if within is None else within
+        if self.broken is not None:
+            raise RankLost(str(self.broken))
         try:
             return work(timedelta(seconds=within))
         except RuntimeError as error:
-            raise self._lose([rank], within, error) from error
+            silent = (
+                "imed out" in str(error) and f"rank {rank} has not responded for {within:g} s, a limit of Processes"
+            )
+            raise self._lose([rank], silent or f"rank {rank} is gone: {error}") from error
 
-    def _lose(self, ranks: Sequence[int], within: float, error: RuntimeError) -> RankLost:
-        """Give the ranks up since one of some has broken off, or was silent for too long."""
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else "a rank"
-        silent = f"{who} has not responded for {within:g} s, a limit of Processes"
-        why = silent if "imed out" in str(error) else f"{who} is gone: {error}"
+    def _lose(self, ranks: Sequence[int], why: str) -> RankLost:
+        """Give the ranks up: say which of some has ended, or ``why`` where none has."""
         return self.fail(self._ranks.ended(ranks, _NOTICED) or why)
 
 

@@ -24,7 +24,7 @@ from rlkit.backends.hub import hub_source
 from rlkit.backends.local.attention.tree import Segment, TreeAttention, announced, context, layer_windows, shorten
 from rlkit.backends.local.model.hub import hub_id, located, model_path
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
-from rlkit.backends.local.model.memory import KVAccount, Upcast, Weights, to_device, weights_of
+from rlkit.backends.local.model.memory import KVAccount, to_device
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import (
     SLOTS,
@@ -45,8 +45,6 @@ from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "Known", "check_dtype", "load_base", "use_attention"]
 
@@ -88,7 +86,6 @@ class Base:
         known: what was found out about the library's modules of it.
         passed: checks that need not be made.
         kv_account: who holds keys and values of it.
-        shards: of its weights, where ranks share them out.
         copies: of weights that sampling multiplies by; see ``packed``.
     """
 
@@ -103,7 +100,6 @@ class Base:
     known: Known = attrs.field(factory=Known)
     passed: Passed = attrs.field(factory=Passed)
     kv_account: KVAccount = attrs.field(factory=KVAccount)
-    shards: ShardedWeights | None = None
     copies: PrepackedCopies = attrs.field(factory=PrepackedCopies)
 
     def tree(self, attention: str | None = None) -> PreTrainedModel:
@@ -140,24 +136,15 @@ class Base:
         refusals = REFUSALS if self.model.is_backend_compatible() and self.kind not in WHOLE else (Exception,)
         return self.passed(path, lambda: try_path(named, lambda: trial(self), slower, refusals=refusals))
 
-    @property
+    @cached_property
     def head(self) -> torch.Tensor:
         """Return the output embedding (``output_embedding``); made once: a copy takes as long as 100 rows' logits."""
-        return self._head[0]
-
-    @property
-    def head_weights(self) -> Weights | None:
-        """Return the weights that ``head`` gathers."""
-        return self._head[1]
-
-    @cached_property
-    def _head(self) -> tuple[torch.Tensor, Weights | None]:
         return output_embedding(self.model)
 
     @property
     def small(self) -> bool:
         """Return whether there is a second copy of its weights for sampling, see ``packed``."""
-        return self.shards is None and self.nbytes < COPIED_UNDER
+        return self.nbytes < COPIED_UNDER
 
     def packed(self, weight: torch.Tensor) -> Weight:
         """Return a weight of this model prepacked, one copy for all who sample; itself if the model is not small."""
@@ -185,19 +172,12 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     model.config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
 
 
-def output_embedding(model: PreTrainedModel) -> tuple[torch.Tensor, Weights | None]:
-    """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32.
-
-    Also return its gathered weights, where it is not always in memory.
-    """
-    module = model.get_output_embeddings()
-    weight, weights = module.weight.detach(), weights_of(module)
-    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and prepacked.works(weight.device)):
-        return weight, weights
-    if weights is None:
-        return upcast(weight), None
-    copied = Upcast(weight, weights)
-    return copied.tensor, copied
+def output_embedding(model: PreTrainedModel) -> torch.Tensor:
+    """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32."""
+    weight: torch.Tensor = model.get_output_embeddings().weight.detach()
+    if weight.dtype == torch.bfloat16 and prepacked.works(weight.device):
+        return weight
+    return upcast(weight)
 
 
 _Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]
@@ -212,8 +192,8 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
 
 
-def load_base(model: str, dtype: str, device: str | torch.device | None, shards: ShardedWeights | None = None) -> Base:
-    """Return the base model, from disk or shared with whoever has it already; its weights into ``shards``, if given.
+def load_base(model: str, dtype: str, device: str | torch.device | None) -> Base:
+    """Return the base model, from disk or shared with whoever has it already.
 
     Raises:
         ConfigError: it cannot be loaded, or computes something else than a causal language model does.
@@ -222,8 +202,6 @@ def load_base(model: str, dtype: str, device: str | torch.device | None, shards:
     place = device_of(None if device is None else str(device))
     path = hub_source(model_path(model), "model", "config.json")
     with _loading:
-        if shards is not None:
-            return _load(model, path, dtype, place, shards)
         key = (*_on_disk(path), dtype, str(place))
         base = _bases.get(key)
         if base is None:
@@ -256,12 +234,10 @@ def quiet() -> Iterator[ModuleType]:
                 transformers.utils.logging.enable_progress_bar()
 
 
-def _load(name: str, path: str, dtype: str, device: torch.device, shards: ShardedWeights | None = None) -> Base:
-    reader = None if shards is None else shards.reader()
+def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
     try:
-        with quiet() as transformers, contextlib.nullcontext() if reader is None else reader.reading():
-            # Read straight to where it stays, but for weights that are shared out.
-            place = {} if device.type == "cpu" or shards is not None else {"device_map": {"": device}}
+        with quiet() as transformers:
+            place = {} if device.type == "cpu" else {"device_map": {"": device}}  # read straight to where it stays
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             _check_attention(config)
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -279,10 +255,8 @@ def _load(name: str, path: str, dtype: str, device: torch.device, shards: Sharde
     if whole is not None and max_length < whole:
         why = "beyond that, a token's logprob would depend on later tokens (longrope positions, sparse attention)"
         warn(f"model {name!r}: its context is limited to {max_length} tokens instead of {whole}; {why}")
-    if shards is not None and reader is not None:
-        shards.shard(model, reader)
     probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
-    passed = Passed(None if shards is not None else key_of(model, _on_disk(path)[1], dtype, device))
+    passed = Passed(key_of(model, _on_disk(path)[1], dtype, device))
     try:
         found = passed.names("linear", [module for module, _ in model.named_modules()])
         linear = trainable_linears(model, probe) if found is None else found
@@ -297,7 +271,7 @@ def _load(name: str, path: str, dtype: str, device: torch.device, shards: Sharde
         )
     if found is None:
         passed.note("linear", sorted(linear))
-    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, passed=passed, shards=shards)
+    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, passed=passed)
     return attrs.evolve(base, llama=is_llama(model) and _llama_agrees(base))
 
 
@@ -313,8 +287,7 @@ def _llama_agrees(base: Base) -> bool:
     windows = layer_windows(base.model.config)
     if windows is None or (any(windows) and not base.probe.beyond):
         return False
-    if base.shards is None:  # which has them so already
-        fuse_layers(base.model)
+    fuse_layers(base.model)
     slower = "the library's forward computes it: sampling and training are slower"
     return base.tries("rlkit's own forward", _same_logits, slower)
 
@@ -330,8 +303,7 @@ def _same_logits(base: Base) -> Outcome:
     attentions = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
     tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
     hidden = llama.hidden(tokens, positions, attentions, places)
-    weight, weights = output_embedding(model)
-    logits = Unembedding(weight, weights=weights).logits(hidden)
+    logits = Unembedding(output_embedding(model)).logits(hidden)
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 

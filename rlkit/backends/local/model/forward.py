@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from rlkit.backends.local.attention.tree import LayerMasks
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.llama import Attention, Llama
-from rlkit.backends.local.model.memory import shape_of, weights_of
 from rlkit.backends.local.model.output_head import (
     CHUNK,
     KEPT,
@@ -64,7 +63,7 @@ class Forward(Protocol):
         """Take another adapter for sampling, merged into copies of the weights or separate from them."""
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """Return [out, in] of every product of the layers, and of the output embedding; ``shape_of`` gathered ones."""
+        """Return [out, in] of every product of the layers, and of the output embedding."""
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
@@ -100,7 +99,7 @@ class LlamaForward:
     @cached_property
     def _head(self) -> Unembedding:  # not made for a critic, which has no use for it
         base = self._base
-        return Unembedding(base.head, self._adapter.get("lm_head"), self._scale, base.head_weights)
+        return Unembedding(base.head, self._adapter.get("lm_head"), self._scale)
 
     def prepare(self) -> None:
         self._llama.prepare()
@@ -116,10 +115,7 @@ class LlamaForward:
         self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        layers = [x for linear in self._llama.linears for x in linear.weights]
-        if self._base.shards is None:
-            return layers, self._head.weights
-        return [_shape_of(x) for x in layers], [_shape_of(x) for x in self._head.weights]
+        return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         return read_values(self.hidden(inputs), head)
@@ -210,15 +206,14 @@ class LibraryForward:
         return type(module) is nn.Linear and self._device.type == "cpu"
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        head, gathers = self.model.get_output_embeddings(), any(map(weights_of, self.model.modules()))
+        head = self.model.get_output_embeddings()
         layers: list[Weight] = list(self._low_rank)
         last: list[Weight] = list(self._low_rank)
         for name, module in self.model.named_modules():
             if name in self._packed:
                 (last if module is head else layers).append(self._packed[name].weight)
             elif isinstance(module, (nn.Linear, Conv1D)):
-                weight = shape_of(module.weight) if gathers else module.weight
-                weight = weight if isinstance(module, nn.Linear) else weight.t()
+                weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
                 (last if module is head else layers).append(weight)
         return layers, last
 
@@ -285,10 +280,6 @@ class LibraryForward:
             expected, split = self._logits_at(arguments, index), self.head(self.hidden_at(arguments, index))
             self.splits = torch.allclose(split, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         return self.splits
-
-
-def _shape_of(weight: Weight) -> Weight:
-    return weight if isinstance(weight, Prepacked) else shape_of(weight)
 
 
 def read_values(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -20,7 +20,6 @@ from torch.autograd.function import FunctionCtx
 
 from rlkit._fallback import Outcome, try_path
 from rlkit.backends.local.attention.tree import layer_windows
-from rlkit.backends.local.model.memory import Weights, gathered, weights_of
 from rlkit.backends.local.products.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
 from rlkit.backends.local.products.prepacked import Weight
 
@@ -63,7 +62,6 @@ class Layer:
         input_norm, post_attention_norm: float32 [hidden].
         qk_norms: float32 [D] of the norms of queries and of keys (Qwen3), or None.
         head_dim: D.
-        weights: gathers them, where they are not always in memory.
     """
 
     qkv: LoraLinear
@@ -78,7 +76,6 @@ class Layer:
     head_dim: int
     scaling: float
     eps: float
-    weights: Weights | None = None
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -258,18 +255,16 @@ class _RunLayer(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention, *_: torch.Tensor
     ) -> torch.Tensor:
-        with gathered(layer.weights):
-            out, saved = layer.forward(x, rope, attention)
+        out, saved = layer.forward(x, rope, attention)
         ctx.layer, ctx.rope, ctx.attention = layer, rope, attention
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with gathered(ctx.layer.weights):
-            dx, gradients = ctx.layer.backward(
-                grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
-            )
+        dx, gradients = ctx.layer.backward(
+            grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
+        )
         return dx, None, None, None, *gradients
 
 
@@ -278,8 +273,7 @@ def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention
     if torch.is_grad_enabled():
         out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
     else:
-        with gathered(layer.weights):
-            out = layer.forward(x, rope, attention)[0]
+        out = layer.forward(x, rope, attention)[0]
     return out
 
 
@@ -520,8 +514,7 @@ class Llama:
         layer_kind = layer_class(model.device, model.dtype)
         self._names: list[list[str]] = []  # of the modules of each product
         for i, layer in enumerate(self._model.layers):
-            with gathered(weights_of(layer)):
-                self.layers.append(self._layer(f"model.layers.{i}.", layer, layer_kind))
+            self.layers.append(self._layer(f"model.layers.{i}.", layer, layer_kind))
         self.device, self.dtype = self._model.norm.weight.device, model.dtype
         self._last_norm = upcast(self._model.norm.weight)
         self.attach(adapter, scale)
@@ -587,7 +580,6 @@ class Llama:
             head_dim=self.head_dim,
             scaling=at.scaling,
             eps=config.rms_norm_eps,
-            weights=weights_of(layer),
         )
 
     def _fused(self, prefix: str, parent: nn.Module, names: Sequence[str]) -> LoraLinear:

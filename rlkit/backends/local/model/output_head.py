@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.backends.local.model.memory import Weights, call_gathered, gathered
 from rlkit.backends.local.products.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.products.prepacked import Weight, matmul, plain_matmul, prepack
 
@@ -78,13 +77,10 @@ class Unembedding:
         weight: [V, hidden], in float32 at least, or as ``mixed.wide_matmul`` takes it.
         pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
         scale: of the adapter.
-        weights: what gathers ``weight``, where it is not always there.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, pair: LoraPair | None = None, scale: float = 0.0, weights: Weights | None = None
-    ) -> None:
-        self.weight, self._weights = weight, weights
+    def __init__(self, weight: torch.Tensor, pair: LoraPair | None = None, scale: float = 0.0) -> None:
+        self.weight = weight
         self.a: torch.Tensor | None = None if pair is None else pair[0]
         self.b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
@@ -118,11 +114,6 @@ class Unembedding:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [n, hidden] to [n, V]."""
-        if self._packed is not self.weight:
-            return self._logits(hidden)
-        return call_gathered(self._weights, self._logits, hidden)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         y = matmul(hidden, self._packed)
         if self.a is None or self.b is None:
             return y
@@ -140,9 +131,8 @@ class Unembedding:
         if self._buffer is None or self._buffer.shape[0] < rows:
             self._buffer = None  # reused, as page-faulting a fresh one costs more than the softmax
             self._buffer = upcast(hidden.new_empty(rows, self.weight.shape[0]))
-        rest = self.weight, self._scale, ids, temperatures, self._buffer, self._weights
-        with gathered(self._weights):
-            out: torch.Tensor = _Logprobs.apply(hidden, *pair, *rest)
+        rest = self.weight, self._scale, ids, temperatures, self._buffer
+        out: torch.Tensor = _Logprobs.apply(hidden, *pair, *rest)
         return out
 
 
@@ -165,7 +155,6 @@ class _Logprobs(torch.autograd.Function):
         ids: torch.Tensor,
         temperatures: torch.Tensor | None,
         buffer: torch.Tensor,
-        weights: Weights | None,
     ) -> torch.Tensor:
         n = ids.numel()
         out, slope = hidden.new_empty(n), torch.empty_like(hidden)
@@ -185,7 +174,7 @@ class _Logprobs(torch.autograd.Function):
             if kept is not None:
                 kept.append(p / total)
         ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
-        ctx.scale, ctx.kept, ctx.buffer, ctx.weights = scale, kept, buffer, weights
+        ctx.scale, ctx.kept, ctx.buffer = scale, kept, buffer
         return out
 
     @staticmethod
@@ -193,21 +182,20 @@ class _Logprobs(torch.autograd.Function):
         hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
         g = (grad if temperatures is None else grad / temperatures)[:, None]
         if a is None:
-            return slope * g, *[None] * 8
+            return slope * g, *[None] * 7
         da = (low_slope * g).t() @ hidden
         low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
         db = torch.zeros_like(b).index_add_(0, ids, low)
-        with gathered(None if ctx.kept is not None else ctx.weights):
-            for k, part in enumerate(_chunks(ids.numel())):
-                if ctx.kept is not None:
-                    p = ctx.kept[k]
-                else:
-                    warm = _part(temperatures, part)
-                    _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
-                    p.div_(total)
-                db.addmm_(p.t(), low[part], alpha=-1)
+        for k, part in enumerate(_chunks(ids.numel())):
+            if ctx.kept is not None:
+                p = ctx.kept[k]
+            else:
+                warm = _part(temperatures, part)
+                _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
+                p.div_(total)
+            db.addmm_(p.t(), low[part], alpha=-1)
         ctx.kept = None
-        return slope * g, da, db, *[None] * 6
+        return slope * g, da, db, *[None] * 5
 
 
 def _softmax(

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from rlkit.backends.local.cache.rows import Rows, Storage
 from rlkit.backends.local.model.llama import Layer, Llama
-from rlkit.backends.local.model.memory import gathered
 from rlkit.backends.local.training._chunked_attention import ChunkAttention
 from rlkit.backends.local.training.micro_batches import MicroBatch
 
@@ -105,9 +104,8 @@ class LongMicroBatch:
             if keep and i >= self._first:
                 self._inputs.append(x)
                 out = self._new_rows()
-            with gathered(self._llama.layers[i].weights):
-                for chunk in self._chunks:
-                    out.write(chunk, self._layer(i, chunk, x.read(chunk)))
+            for chunk in self._chunks:
+                out.write(chunk, self._layer(i, chunk, x.read(chunk)))
             x = out
         self._last = x
         outputs: Outputs = {}
@@ -126,8 +124,7 @@ class LongMicroBatch:
             if self._first < len(self._llama.layers):
                 work = _LayerRows(self._storage, self._llama.layers, self._wide)
                 for i in reversed(range(self._first, len(self._llama.layers))):
-                    with gathered(self._llama.layers[i].weights):
-                        sums = self._backward_layer(i, self._inputs.pop(), work) + sums
+                    sums = self._backward_layer(i, self._inputs.pop(), work) + sums
         return [*sums, *head]
 
     def _layer(self, i: int, chunk: slice, x: torch.Tensor) -> torch.Tensor:

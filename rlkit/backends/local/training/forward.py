@@ -31,14 +31,16 @@ from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.errors import ConfigError
 from rlkit.types import Datum, Lora
 
-__all__ = ["ChunkedLlamaForward", "OwnLogprobs", "RecomputingForward", "loud", "training_forward"]
+__all__ = ["ChunkedLlamaForward", "OwnLogprobs", "RecomputingForward", "layers_of", "loud", "training_forward"]
 
 # Micro-batches' worth of inputs of layers that stay on the device: a micro-batch that is computed at once keeps about
 # ten times as much of a token and layer (see llama.py), so up to here it is that one which takes most memory.
 STAY = 8
 
 
-def training_forward(model: Any, base: Base, scale: float, budget: int, folder: Path | None = None) -> Forward:
+def training_forward(
+    model: Any, base: Base, scale: float, budget: int, folder: Path | None = None, *, at_once: bool = False
+) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
 
     The library's computes long micro-batches in parts where that gives the same; else each layer again.
@@ -49,13 +51,14 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
         scale: of its adapters.
         budget: tokens computed at once.
         folder: where long micro-batches keep what a CPU's memory should not hold; None for nowhere.
+        at_once: whether every micro-batch, of any length, is one call of each of the library's layers.
 
     Raises:
         ConfigError: a folder is given, and the model is not computed in parts.
     """
-    if base.llama:
+    if base.llama and not at_once:
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
-    trees, parts = _computed_together(base)
+    trees, parts = _computed_as_tree(base), not at_once and _computed_in_parts(base)
     if folder is not None and not parts:
         kind = base.model.config.model_type
         raise ConfigError(
@@ -65,20 +68,27 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
         use_attention(model, RECOMPUTED)
     if parts:
         return PartsForward(model, budget, STAY * budget, folder, trees=trees)
-    return RecomputingForward(model, budget, trees=trees)
+    forward = RecomputingForward(model, budget, trees=trees)
+    if at_once:
+        forward.head_splits(torch.as_tensor(base.probe.tokens[:8], device=base.device))  # which is two calls
+    return forward
 
 
-def _computed_together(base: Base) -> tuple[bool, bool]:
-    """Return whether the library's modules compute a micro-batch as a tree, and whether they compute one in parts."""
-    known = base.known
-    if known.trees is None:
+def _computed_as_tree(base: Base) -> bool:
+    """Return whether the library's modules compute a micro-batch as a tree."""
+    if base.known.trees is None:
         slower = "a prefix that sequences share is computed once for each of them"
-        known.trees = base.tries("a tree of sequences", _trees_agree, slower, eligible=base.plain)
-    if known.parts is None:
+        base.known.trees = base.tries("a tree of sequences", _trees_agree, slower, eligible=base.plain)
+    return base.known.trees
+
+
+def _computed_in_parts(base: Base) -> bool:
+    """Return whether the library's modules compute a micro-batch in parts."""
+    if base.known.parts is None:
         slower = "long datums are computed as a whole, with more memory"
         eligible = base.probe.exact or base.kind in (SLOTS | BATCHED) - NOT_IN_PARTS
-        known.parts = base.tries("training in parts", parts_agree, slower, eligible=eligible)
-    return known.trees, known.parts
+        base.known.parts = base.tries("training in parts", parts_agree, slower, eligible=eligible)
+    return base.known.parts
 
 
 def _recomputes(model: Any, base: Base) -> bool:
@@ -139,6 +149,13 @@ class ChunkedLlamaForward(LlamaForward):
         return outputs_in_chunks(LongMicroBatch(llama, inputs, self._budget, attentions, storage, read, head))
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers, those that are not within another one (as in Zamba2)."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
 class RecomputingForward(LibraryForward):
     """The library's forward, which keeps nothing but what goes into each layer of more than ``budget`` tokens.
 
@@ -152,10 +169,7 @@ class RecomputingForward(LibraryForward):
 
     def __init__(self, model: Any, budget: int, *, trees: bool) -> None:
         super().__init__(model, trees=trees)
-        self._budget = budget
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
-        self._layers = [layer for layer in layers if id(layer) not in inner]  # some have another within (Zamba2)
+        self._budget, self._layers = budget, layers_of(model)
 
     def hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
         with self._layers_alone(arguments):
