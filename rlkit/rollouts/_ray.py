@@ -63,13 +63,12 @@ class Ray:
     placement_group: Any = None
 
     def __attrs_post_init__(self) -> None:
-        name, group = type(self).__name__, self.placement_group
-        expected = "a mapping of names to numbers"
-        _check.require(isinstance(self.resources, Mapping), f"{name}.resources", self.resources, expected)
+        resources, group = self.resources, self.placement_group
+        _check.require(isinstance(resources, Mapping), "Ray.resources", resources, "a mapping of names to numbers")
         fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
-        _check.require(fits, f"{name}.placement_group", group, "a Ray placement group, or the name of one")
+        _check.require(fits, "Ray.placement_group", group, "a Ray placement group, or the name of one")
         if importlib.util.find_spec("ray") is None:
-            raise _runtime.missing(name, "ray", "ray")
+            raise _runtime.missing("Ray", "ray", "ray")
 
     @contextlib.asynccontextmanager
     async def place(self, plan: Plan, tasks: Iterable[Task]) -> AsyncIterator[Iterable[Task]]:
@@ -116,7 +115,7 @@ class EnvWorkers:
     def __init__(self, ray: Any, settings: Ray, plan: Plan) -> None:
         self._ray, self._settings = ray, settings
         needs = {"CPU": settings.num_cpus or 1, "GPU": settings.num_gpus, "memory": settings.memory or 0}
-        needs |= settings.resources
+        needs = {name: need for name, need in {**needs, **settings.resources}.items() if need}
         options = attrs.asdict(settings, filter=attrs.filters.exclude("workers", "placement_group"), recurse=False)
         group, places = settings.placement_group, [ray.cluster_resources()]
         try:
@@ -125,7 +124,7 @@ class EnvWorkers:
                 options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
                 places = group.bundle_specs
             self._room = [{name: place.get(name, 0) for name in needs} for place in places]
-            fits = sum(min(int(place[name] // need) for name, need in needs.items() if need) for place in self._room)
+            fits = sum(min(int(place[name] // need) for name, need in needs.items()) for place in self._room)
             actor = ray.remote(EnvWorker).options(
                 max_concurrency=max(1000, 4 * plan.concurrency),  # more than all calls at once: closing waits for none
                 max_restarts=-1,
@@ -135,14 +134,14 @@ class EnvWorkers:
             count = min(settings.workers or max(1, fits), plan.concurrency)
             self._workers = [_Worker(actor.remote(plan.close_timeout)) for _ in range(count)]
         except ValueError as error:  # there is no such group, or no bundle of it has room for a worker
-            raise ConfigError(f"{type(settings).__name__}: {error}") from error
+            raise ConfigError(f"Ray: {error}") from error
         self._sent: dict[int, tuple[object, Any]] = {}  # by identity
 
     async def wait_for_start(self, timeout: float) -> None:
         """Wait until all have started; go on with those that have after ``timeout`` seconds."""
         if not await wait_done(join_all([worker.up for worker in self._workers]), timeout):
             started = sum(worker.up.done() for worker in self._workers)
-            text = f"{started} of {len(self._workers)} workers started within {timeout:g} s; there is {self._room}"
+            text = f"{started} of {len(self._workers)} workers started within {timeout:g} s; Ray has {self._room}"
             if not started:
                 raise BackendTimeout(f"{self._settings}: {text}")
             _log.warning("%s: %s; the others take part once they have started", self._settings, text)
@@ -204,17 +203,16 @@ class RayEnv:
         worker.keys.add(self._key)
 
     async def reset(self, seed: int) -> Observation:
-        observation: Observation
         observation, self.tools = await self.ask("reset", seed)
-        return observation
+        return cast("Observation", observation)
 
     async def step(self, action: Action) -> StepResult:
         return cast("StepResult", await self.ask("step", action))
 
     async def close(self) -> None:
+        self._worker.keys.discard(self._key)
         with contextlib.suppress(EnvLost):  # and what it held with it
             await self.ask("close")
-        self._worker.keys.discard(self._key)
 
     async def ask(self, method: str, *args: object) -> Any:
         """Return what a method of the worker gives; what the environment raised there is raised here.

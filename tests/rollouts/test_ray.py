@@ -22,9 +22,7 @@ from tests.rollouts.parts import RandomSampler, describe
 from tests.sockets import listening, open_to_others
 from tests.test_process import gone
 
-PARAMS = SamplingParams(max_tokens=4)
 LOCK = r"cannot be pickled \(cannot pickle '_thread.lock' object\)"
-ODDER = r"2 EnvError in step; the first error: Odder: code 7 \(.*"
 
 
 class Notes:
@@ -32,13 +30,12 @@ class Notes:
 
     Args:
         act: a coroutine function that the second step awaits; what it returns is the step's ``info``.
+        tool: something in the schema of a tool.
     """
 
-    tools = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},)
-
-    def __init__(self, folder, index=0, act=None):
-        self.folder, self.index, self.act = folder, index, act
-        self.steps = 0
+    def __init__(self, folder, index=0, act=None, tool="function"):
+        self.folder, self.index, self.act, self.steps = folder, index, act, 0
+        self.tools = ({"type": tool, "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},)
         self.note("made")
 
     def note(self, what):
@@ -55,12 +52,6 @@ class Notes:
 
     def close(self):
         self.note("closed")
-
-
-class Tool(Notes):
-    @property
-    def tools(self):
-        return ({"type": "function", "lock": threading.Lock()},)
 
 
 class Plays:
@@ -82,12 +73,14 @@ class Odder(Exception):
 
 async def wait(env):
     """Wait in the first process that comes here."""
-    first = env.folder / "first"
-    with contextlib.suppress(FileExistsError), first.open("x") as file:
+    with contextlib.suppress(FileExistsError), (env.folder / "first").open("x") as file:
         file.write(str(os.getpid()))
-    if first.read_text() == str(os.getpid()):
+    if noted(env.folder, "first") == [os.getpid()]:
         env.note("waits")
-        await asyncio.sleep(3600)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            env.note("cancelled")
 
 
 async def hold_lock(env):
@@ -99,16 +92,15 @@ async def fail(env):
     raise kind(*args)
 
 
-def make_locked(folder):
-    lock = threading.Lock()
-    return Tasks(lambda i: Notes(folder, lock), 2, name="locked")
+def plan(chat=None, n=1, deadline=600.0, attempts=3, call_timeout=None, **executor):
+    """Return a plan with one worker, unless others are given."""
+    fixed = {"params": SamplingParams(max_tokens=4), "max_turns": 2, "chat": chat}
+    executor = Ray(**{"workers": 1, "num_cpus": 0} | executor)
+    return Plan(n=n, deadline=deadline, attempts=attempts, call_timeout=call_timeout, executor=executor, **fixed)
 
 
-def play(tasks, *, n=1, deadline=600.0, attempts=3, call_timeout=None, **options):
-    """Play with one worker, unless others are given."""
-    executor = Ray(**{"workers": 1, "num_cpus": 0} | options)
-    plan = Plan(n=n, params=PARAMS, deadline=deadline, attempts=attempts, call_timeout=call_timeout, executor=executor)
-    return rollout_sync(RandomSampler(), tasks, plan=plan)
+def play(tasks, **options):
+    return rollout_sync(RandomSampler(), tasks, plan=plan(**options))
 
 
 def noted(folder, what):
@@ -151,7 +143,7 @@ def folder(ray, tmp_path):
     wait_for(lambda: all(gone(pid) for pid in noted(tmp_path, "made") if pid != os.getpid()))
 
 
-def test_settings_are_checked():
+def test_settings_are_checked(monkeypatch):
     pytest.importorskip("ray")
     wrong = {
         "Plan.executor: got 'dask'": lambda: Plan(executor="dask"),
@@ -167,35 +159,23 @@ def test_settings_are_checked():
             make()
     with pytest.warns(DeprecationWarning, match=r"pass executor=rlkit.rollouts.Ray\(\)"):
         assert Plan(executor="ray") == Plan(executor=Ray())
-
-
-def test_without_ray(monkeypatch):
-    """The error has the command that installs it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)
     with pytest.raises(MissingPackageError, match=r"needs ray: pip install .*ray"):
         Ray()
 
 
 def test_the_same_groups_as_in_threads(folder):
-    """Seeds, observations, rewards and counts are those of threads; environments were elsewhere and are closed."""
-    tasks = Tasks(lambda i: Notes(folder, i), 4, name="notes")  # a function without a name to import
-    here = rollout_sync(RandomSampler(), tasks[:2], n=3, params=PARAMS)
-    there = play(tasks[:2], n=3)
+    """Seeds, observations, rewards and counts are those of threads, also of packages that draw from the process."""
+    tasks = list(Tasks(lambda i: Notes(folder, i), 2, name="notes"))  # a function without a name to import
+    tasks += [*envs.gem("game:Game2048-v0-easy", size=4), *envs.reasoning_gym("chain_sum", size=4)]
+    chat = Chat(RandomSampler.tokenizer, prefill="\\boxed{up} ", history="none")
+    there = play(tasks, n=3, chat=chat)
+    here = rollout_sync(RandomSampler(), tasks, plan=plan(n=3, chat=chat), executor="threads")
     assert describe(there) == describe(here)
     counts = ("env/notes/failed", "env/notes/retried", "env/notes/close_failed", "sampler/tokens")
     assert [here.metrics[name] for name in counts] == [there.metrics[name] for name in counts]
     assert len(noted(folder, "closed")) == len(noted(folder, "made")) == 12
     assert noted(folder, "made").count(os.getpid()) == 6
-
-
-@pytest.mark.usefixtures("ray")
-def test_packages_that_draw_from_the_process():
-    """Members of a group play the same problem, whatever else the worker plays meanwhile."""
-    tasks = [*envs.gem("game:Game2048-v0-easy", size=4), *envs.reasoning_gym("chain_sum", size=4)]
-    chat = Chat(RandomSampler.tokenizer, prefill="\\boxed{up} ", history="none")
-    plan = Plan(n=3, max_turns=2, params=PARAMS, chat=chat)
-    here = rollout_sync(RandomSampler(), tasks, plan=plan)
-    assert describe(rollout_sync(RandomSampler(), tasks, plan=plan, executor=Ray(workers=1))) == describe(here)
 
 
 def test_ray_listens_on_loopback(ray, folder):
@@ -215,7 +195,6 @@ def test_a_killed_worker(folder):
     assert [len(trajectory.turns) for trajectory in groups[0].trajectories] == [2] * 4
     assert groups.metrics["env/notes/retried"] == 2
     assert len(noted(folder, "made")) == 6
-    assert noted(folder, "waits")[0] not in noted(folder, "closed")
 
 
 def test_a_killed_worker_is_counted(folder):
@@ -229,17 +208,15 @@ def test_a_step_that_takes_too_long(folder):
     """It is cancelled, and the environment closed."""
     with pytest.raises(BackendError, match="1 timeout in step"):
         play(Task(lambda: Notes(folder, act=wait)), call_timeout=5.0)
-    assert noted(folder, "closed") == noted(folder, "waits")
+    assert noted(folder, "closed") == noted(folder, "cancelled") == noted(folder, "waits")
 
 
 def test_two_rollouts_at_once(folder):
     """Each has its own workers; one that is cancelled closes its environments."""
 
     async def scene():
-        executor = Ray(workers=1, num_cpus=0)
         tasks = [Task(lambda: Notes(folder, act=wait), name) for name in "ab"]
-        playing = [rollout(RandomSampler(), [task], n=2, params=PARAMS, executor=executor) for task in tasks]
-        playing = [asyncio.create_task(each) for each in playing]
+        playing = [asyncio.create_task(rollout(RandomSampler(), [task], plan=plan(n=2))) for task in tasks]
         (ended,), (waits,) = await asyncio.wait(playing, return_when="FIRST_COMPLETED")
         assert len(ended.result()[0].trajectories) == 2
         waits.cancel()
@@ -250,51 +227,49 @@ def test_two_rollouts_at_once(folder):
     assert len(noted(folder, "made")) == len(noted(folder, "closed")) == 4
 
 
-@for_each(
-    "tasks, text, error",
-    [
-        (lambda f: [Task(lambda: Notes(f), "x"), make_locked(f)[0]], f"'locked': make: {LOCK}", ConfigError),
-        (lambda f: iter(make_locked(f)), f"'locked': make: {LOCK}", ConfigError),
-        (lambda f: Task(functools.partial(Notes, threading.Lock()), "x"), f"'x': make: arguments: {LOCK}", ConfigError),
-        (lambda f: Task(lambda: Plays(), "plays"), r"'plays': is a harness.*executor=\"threads\"", ConfigError),
-        (lambda f: Task(lambda: Notes(f, act=hold_lock), "x"), f"'x': step: info: {LOCK}.*of Ray.$", BackendError),
-        (lambda f: Task(lambda: Tool(f), "x"), f"'x': tools: {LOCK}", BackendError),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_played(folder, tasks, text, error):
+def test_what_cannot_be_played(folder):
     """It is named: before anything is played, if what makes it cannot be sent; else when it is there."""
-    with pytest.raises(error, match=text):
-        play(tasks(folder))
-    assert error is BackendError or not noted(folder, "made")
+    lock = threading.Lock()
+    locked = Task(lambda: Notes(folder, lock), "x")
+    wrong = [
+        ([Task(lambda: Notes(folder)), locked], f"'x': make: {LOCK}", ConfigError),
+        (iter([locked]), f"'x': make: {LOCK}", ConfigError),
+        (Task(functools.partial(Notes, lock), "x"), f"'x': make: arguments: {LOCK}", ConfigError),
+        (Task(Plays, "x"), r"'x': is a harness.*executor=\"threads\"", ConfigError),
+        (Task(lambda: Notes(folder, act=hold_lock), "x"), f"'x': step: info: {LOCK}.*of Ray.$", BackendError),
+        (Task(lambda: Notes(folder, tool=threading.Lock()), "x"), f"'x': tools: {LOCK}", BackendError),
+    ]
+    for tasks, text, error in wrong:
+        with pytest.raises(error, match=text):
+            play(tasks)
+        assert error is BackendError or not noted(folder, "made")
 
 
-@for_each(
-    "raised, text",
-    [
-        ((Odd, 7), "2 Odd in step; the first error: 7; at "),
-        ((Odder, 7, False), rf"{ODDER}missing 1 required positional argument"),
-        ((Odder, 7, True), f"{ODDER}cannot pickle"),
-    ],
-)
-def test_environments_that_raise(folder, raised, text):
+def test_environments_that_raise(folder):
     """The exception is as it was raised, so that ``retry`` knows it; else its type, text and line are told."""
-    with pytest.raises(BackendError, match=rf"{text}.*test_ray.py:\d+ in fail"):
-        play(Task(lambda: Notes(folder, raised, fail)), n=2)
+    odder = r"2 EnvError in step; the first error: Odder: code 7 \(.*"
+    for raised, text in {
+        (Odd, 7): "2 Odd in step; the first error: 7; at ",
+        (Odder, 7, False): rf"{odder}missing 1 required positional argument",
+        (Odder, 7, True): f"{odder}cannot pickle",
+    }.items():
+        with pytest.raises(BackendError, match=rf"{text}.*test_ray.py:\d+ in fail"):
+            play(Task(functools.partial(Notes, folder, raised, fail)), n=2)
     assert len(noted(folder, "closed")) == len(noted(folder, "made"))
 
 
 def test_a_placement_group(ray, folder):
     """By its name; the workers are as many as it has room for."""
     group = ray.util.placement_group([{"CPU": 1}], name="environments")
-    groups = play(Task(lambda: Notes(folder)), n=2, placement_group="environments", workers=None, num_cpus=0.5)
+    play(Task(lambda: Notes(folder)), n=2, placement_group="environments", workers=None, num_cpus=0.5)
     ray.util.remove_placement_group(group)
-    assert len(groups[0].trajectories) == len(set(noted(folder, "made"))) == 2
+    assert len(set(noted(folder, "made"))) == 2
 
 
 @for_each(
     "options, bundle, text",
     [
-        ({"num_gpus": 1000}, None, r"num_gpus=1000.*: 0 of 1 workers started within 1 s; there is .*'GPU': 0"),
+        ({"num_gpus": 1000}, None, r"num_gpus=1000.*: 0 of 1 workers started within 1 s; Ray has .*'GPU': 0"),
         ({}, {"nobody_has_this": 1}, "0 of 1 workers started within 1 s"),
         ({"num_cpus": 2}, {"CPU": 1}, "Ray: .* bundle"),
         ({"placement_group": "nobody"}, None, "Ray: .*nobody"),
@@ -309,8 +284,7 @@ def test_more_than_there_is(ray, folder, options, bundle, text):
         ray.util.remove_placement_group(group)
 
 
-@pytest.mark.usefixtures("ray")
-def test_a_recipe(tmp_path):
+def test_a_recipe(ray, tmp_path):
     """``explorer.executor`` of a run's settings says where its episodes and its held-out ones are played."""
     pytest.importorskip("torch")
     pytest.importorskip("omegaconf")
