@@ -178,11 +178,13 @@ def test_the_same_groups_as_in_threads(folder):
     assert noted(folder, "made").count(os.getpid()) == 6
 
 
-def test_ray_listens_on_loopback(ray, folder):
-    """Also if its module was imported before; it lasts longer than the threads of rollouts."""
+def test_ray_listens_on_loopback(ray, folder, monkeypatch):
+    """Also if its module was imported before; it lasts longer than the threads of the rollout that started it."""
     ray.shutdown()
+    monkeypatch.setattr("rlkit._threads._IDLE", 0.1)
     for _ in range(2):
         play(Task(lambda: Notes(folder)))
+        time.sleep(1.0)  # Linux would kill Ray's processes now
     assert [(node["Alive"], node["NodeManagerAddress"]) for node in ray.nodes()] == [(True, "127.0.0.1")]
     assert len(listening(os.getpid())) > 3
     assert open_to_others(os.getpid()) == []
