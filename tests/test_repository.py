@@ -154,7 +154,7 @@ BROAD = {"Exception", "BaseException", "RuntimeError", "AttributeError", "Assert
 QUIET = {  # in backends, losses and critics: who catches what a bug raises and does not name it, and why that is right
     ("backends/local/distributed/follower.py", "_follow_until_end"): "the process ends with it",
     ("backends/local/distributed/world.py", "release_all"): "the others are gone, or never came",
-    ("backends/local/distributed/sharding.py", "_trim"): "freed memory is given back where the system can",
+    ("backends/local/distributed/shard.py", "_return_freed_memory"): "where the system can",
     ("backends/local/model/hub.py", "_complete"): "a file that cannot be read is made again",
     ("backends/local/model/hub.py", "announces_tied"): "loading it says what is wrong",
     ("backends/local/model/probe.py", "__init__"): "a file that cannot be read is made again",

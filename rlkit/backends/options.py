@@ -136,7 +136,7 @@ class LocalOptions(ModelOptions):
             options. None is as many as torchrun started, else 1. In torchrun's other processes this call serves the
             first one, and ends the program with it.
         shard: have each of ``processes`` hold a part of the base's weights, and gather a layer while it is used, for
-            those that do not fit. Samples are then decoded unmerged and without graphs.
+            those that do not fit. Samples then need ``sampler``.
     """
 
     opener: ClassVar[str] = "connect"

@@ -32,6 +32,7 @@ __all__ = ["Ray"]
 _log = logging.getLogger(__name__)
 _connecting = threading.Lock()
 _keys = itertools.count()
+_SOON = 30.0  # seconds after which it is said that workers do not start
 
 
 @attrs.frozen(kw_only=True)
@@ -139,12 +140,15 @@ class EnvWorkers:
 
     async def wait_for_start(self, timeout: float) -> None:
         """Wait until all have started; go on with those that have after ``timeout`` seconds."""
-        if not await wait_done(join_all([worker.up for worker in self._workers]), timeout):
-            started = sum(worker.up.done() for worker in self._workers)
-            text = f"{started} of {len(self._workers)} workers started within {timeout:g} s; Ray has {self._room}"
-            if not started:
-                raise BackendTimeout(f"{self._settings}: {text}")
-            _log.warning("%s: %s; the others take part once they have started", self._settings, text)
+        workers, soon = self._workers, min(timeout, _SOON)
+        for seconds, what in ((soon, f"waiting for the others, {timeout:g} s at most"), (timeout - soon, "going on")):
+            if await wait_done(join_all([worker.up for worker in workers]), seconds):
+                return
+            started = sum(worker.up.done() for worker in workers)
+            text = f"{self._settings}: {started} of {len(workers)} workers have started; Ray has {self._room}"
+            _log.warning("%s; %s", text, what)
+        if not started:
+            raise BackendTimeout(f"{text}; waited {timeout:g} s")
 
     def place(self, task: Task) -> Task:
         """Return the task with an environment that lives in a worker."""

@@ -8,6 +8,8 @@ fails in the middle leaves. Adapters, embeddings and the output head are whole e
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import TYPE_CHECKING
 
 import attrs
@@ -51,11 +53,20 @@ def shard(base: Base, model: PeftModel, mesh: DeviceMesh, device: torch.device) 
     if not layers or len(owners) != len({*owners}):
         what = "shares weights between its layers" if layers else "has no layers that transformers names as such"
         raise ConfigError("shard", f"got True, but a {kind} model {what}", "False for this model")
-    adapters = {p for p in model.parameters() if p.requires_grad}
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
+    owned = {p for layer in layers for p in layer.parameters() if not p.requires_grad}
+    whole = {p for p in model.parameters() if p not in owned}
+    for module in [*layers, model]:  # of which the last has nothing but what layers share: memory to gather in
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     model.to(device)
+    if device.type == "cpu":
+        _return_freed_memory()
     return attrs.evolve(base, model=model.get_base_model(), device=device, llama=False)
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give each freed block of 4 MB or more back: kept ones would add up to the memory of whole weights."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 2**22)  # M_MMAP_THRESHOLD
 
 
 def make_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
