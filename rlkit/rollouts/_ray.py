@@ -140,15 +140,22 @@ class EnvWorkers:
 
     async def wait_for_start(self, timeout: float) -> None:
         """Wait until all have started; go on with those that have after ``timeout`` seconds."""
-        workers, soon = self._workers, min(timeout, _SOON)
-        for seconds, what in ((soon, f"waiting for the others, {timeout:g} s at most"), (timeout - soon, "going on")):
-            if await wait_done(join_all([worker.up for worker in workers]), seconds):
-                return
-            started = sum(worker.up.done() for worker in workers)
-            text = f"{self._settings}: {started} of {len(workers)} workers have started; Ray has {self._room}"
-            _log.warning("%s; %s", text, what)
-        if not started:
-            raise BackendTimeout(f"{text}; waited {timeout:g} s")
+        soon = min(timeout, _SOON)
+        if await self._all_start(soon):
+            return
+        _log.warning("%s; waiting for the others, %g s at most", self._describe(), timeout)
+        if await self._all_start(timeout - soon):
+            return
+        if not any(worker.up.done() for worker in self._workers):
+            raise BackendTimeout(f"{self._describe()}; waited {timeout:g} s")
+        _log.warning("%s; going on with these", self._describe())
+
+    async def _all_start(self, seconds: float) -> bool:
+        return await wait_done(join_all([worker.up for worker in self._workers]), seconds)
+
+    def _describe(self) -> str:
+        started = sum(worker.up.done() for worker in self._workers)
+        return f"{self._settings}: {started} of {len(self._workers)} workers have started; Ray has {self._room}"
 
     def place(self, task: Task) -> Task:
         """Return the task with an environment that lives in a worker."""
