@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Self
 
-from rlkit.errors import MissingPackageError
+from rlkit.errors import ConfigError, MissingPackageError
 
 __all__ = [
     "PACKAGE",
@@ -77,8 +77,18 @@ def is_loopback(host: str) -> bool:
 
 
 def torchrun_world_size() -> int | None:
-    """Return how many processes torchrun started, or None where it did not start several."""
-    size = int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in _TORCHRUN) else 1
+    """Return how many processes torchrun started, or None where it did not start several.
+
+    Raises:
+        ConfigError: RANK and WORLD_SIZE, of the environment, are not a place among so many.
+    """
+    told = [os.environ.get(name, "") for name in _TORCHRUN]
+    if not all(told):
+        return None
+    rank, size = (int(text) if text.isdecimal() else -1 for text in told[:2])
+    if not 0 <= rank < size:
+        what = f"RANK is {told[0]!r} and WORLD_SIZE {told[1]!r}"
+        raise ConfigError("torchrun's environment", what, "a rank from 0, and how many ranks there are")
     return None if size == 1 else size  # some clusters tell it to all that they start
 
 

@@ -242,15 +242,16 @@ class LocalBackend(InProcessBackend):
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
             whatever is decoded with it, with this processor and number of threads: never with experts, nor where
             the library's own cache or ``sampler=`` decodes; for others it is tried now, on a few tokens.
-            "sampling_options": those of ``SamplingParams``; not with ``sampler=``, where the engine decides.
+            "sampling_options": those of ``SamplingParams``; none with ``shard=True`` alone, which does not sample; not
+            with ``sampler=``, where the engine decides.
         """
-        invariant = (
-            self._engine is None
-            and not self._policy.options.shard
-            and self._queue.enqueue("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
-        )
-        offers = {} if self._engine is not None else {"sampling_options": (*SAMPLING_OPTIONS, "stop")}
-        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant, **offers}
+        abilities: dict[str, object] = {"models": {self._settings["model"]: self.max_length}, "batch_invariant": False}
+        if self._engine is not None:
+            return abilities
+        if self._policy.options.shard:
+            return {**abilities, "sampling_options": ()}
+        invariant = self._queue.enqueue("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
+        return {**abilities, "batch_invariant": invariant, "sampling_options": (*SAMPLING_OPTIONS, "stop")}
 
     def close(self) -> None:
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from rlkit.backends.local.training.forward import layers_of
 from rlkit.backends.local.training.micro_batches import pack
@@ -24,7 +26,6 @@ from rlkit.types import Datum
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch.distributed.device_mesh import DeviceMesh
 
     from rlkit.backends.local.model.base import Base
 
@@ -46,8 +47,6 @@ def shard(base: Base, model: PeftModel, mesh: DeviceMesh, device: torch.device) 
     Raises:
         ConfigError: it has no layers that can be told apart, or they share weights.
     """
-    from torch.distributed.fsdp import fully_shard  # which takes half a second
-
     kind, layers = base.kind, layers_of(model)
     owners = [id(p) for layer in layers for p in {*layer.parameters()}]
     if not layers or len(owners) != len({*owners}):
@@ -71,8 +70,6 @@ def _return_freed_memory() -> None:
 
 def make_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """Return all ranks of a group, each with such a device."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     return DeviceMesh.from_group(group, device.type)
 
 

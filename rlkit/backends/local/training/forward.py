@@ -70,7 +70,7 @@ def training_forward(
         return PartsForward(model, budget, STAY * budget, folder, trees=trees)
     forward = RecomputingForward(model, budget, trees=trees)
     if at_once:
-        forward.head_splits(torch.as_tensor(base.probe.tokens[:8], device=base.device))  # which is two calls
+        forward.head_splits(torch.as_tensor(base.probe.tokens[:8], device=base.device))  # here: it calls layers twice
     return forward
 
 

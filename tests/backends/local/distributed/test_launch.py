@@ -187,6 +187,11 @@ def test_another_number_than_torchruns(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")  # as operators of clusters set it for every program
     assert read_processes(None) is None
     assert read_processes(2) == Processes(2)
+    for name in ("RANK", "WORLD_SIZE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "one")
+            with pytest.raises(rlkit.ConfigError, match=f"{name} .*'one'"):
+                read_processes(None)
 
 
 def test_other_backends_share_the_processes(connect):

@@ -196,7 +196,8 @@ def test_refused(connect, tmp_path, monkeypatch):
             connect(shard=True)
     monkeypatch.undo()
     policy = connect(2, shard=True)
-    assert policy.capabilities()["batch_invariant"] is False
+    abilities = policy.capabilities()
+    assert (abilities["batch_invariant"], abilities["sampling_options"]) == (False, ())
     for call in (policy.sampler, policy.live_sampler, policy.base_sampler, lambda: policy.saved_sampler("x")):
         with pytest.raises(rlkit.UnsupportedError, match="sampler='vllm'"):
             call().result()
