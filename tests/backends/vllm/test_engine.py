@@ -31,15 +31,23 @@ PARAMS = rlkit.SamplingParams(max_tokens=4, stop=())
 TEXT = np.arange(3, 20)
 
 
-@pytest.fixture
-def server(tiny):
-    with Http(Standin(tiny("llama"))) as http:
+@contextlib.contextmanager
+def serving(http):
+    with http:
         thread = threading.Thread(target=http.serve_forever, daemon=True)
         thread.start()
+        try:
+            yield http
+        finally:
+            http.standin.released.set()
+            http.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def server(tiny):
+    with serving(Http(Standin(tiny("llama")))) as http:
         yield http
-        http.standin.released.set()
-        http.shutdown()
-        thread.join()
 
 
 @contextlib.contextmanager
@@ -109,19 +117,6 @@ def test_a_server_that_scores_without_the_adapter_is_warned_of(tiny, tmp_path, s
             pass
         server.standin.faults.clear()
         sampler.close()
-
-
-@contextlib.contextmanager
-def serving(http):
-    with http:
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield http
-        finally:
-            http.standin.released.set()
-            http.shutdown()
-            thread.join()
 
 
 def test_two_servers_share_the_requests(tiny, tmp_path, server):
@@ -509,45 +504,30 @@ def test_a_server_is_started_and_ended(tiny, tmp_path, python):
         assert not alive(pid)
 
 
-def test_a_server_that_does_not_start_says_why(tiny, tmp_path):
-    """An interpreter without vllm, one that is not there, none at all, and a model that vLLM does not have."""
-    script = tmp_path / "python"
-    with pytest.raises(rlkit.ConfigError, match="no Python at"), connected(tiny, tmp_path, Vllm(python=str(script))):
-        pass
-    with (
-        pytest.raises(rlkit.ConfigError, match="ended with status 1: .*No module named 'vllm'"),
-        connected(tiny, tmp_path, Vllm(python=sys.executable)),
-    ):
-        pass
-    script.write_text("#!/bin/sh\necho \"ValueError: Model architectures ['X'] are not supported for now.\"\nexit 1\n")
-    script.chmod(0o755)
-    with (
-        pytest.raises(rlkit.ConfigError, match="not supported for now.*this process samples"),
-        connected(tiny, tmp_path, Vllm(python=str(script))),
-    ):
-        pass
-    harmless = "echo 'WARNING: few files can cause errors like OSError'"
-    script.write_text(
-        f"#!/bin/sh\n{harmless}\necho 'ValueError: no such flag'\necho 'RuntimeError: see above'\nexit 7\n"
-    )
-    with (
-        pytest.raises(rlkit.ConfigError, match="ended with status 7: ValueError: no such flag; see Vllm's arguments="),
-        connected(tiny, tmp_path, Vllm(python=str(script))),
-    ):
-        pass
-    script.write_text("#!/bin/sh\nexec sleep 100\n")
-    with (
-        pytest.raises(rlkit.BackendError, match=r"waited 0\.5 s"),
-        connected(tiny, tmp_path, Vllm(python=str(script), start=0.5)),
-    ):
-        pass
-
-
-def test_no_interpreter_is_named(tiny, tmp_path, monkeypatch):
-    """The message says how to make one."""
+def test_a_server_that_does_not_start_says_why(tiny, tmp_path, monkeypatch):
+    """No interpreter, one that is not there, one without vllm, a model that vLLM does not have, one that is slow."""
     monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
-    with pytest.raises(rlkit.ConfigError, match="RLKIT_VLLM_PYTHON"), connected(tiny, tmp_path, "vllm"):
-        pass
+    program = tmp_path / "python"
+    harmless = "echo 'WARNING: few files can cause errors like OSError'"
+    unsupported = "echo \"ValueError: Model architectures ['X'] are not supported for now.\""
+    for sampler, script, error, words in (
+        ("vllm", None, rlkit.ConfigError, "RLKIT_VLLM_PYTHON"),
+        (Vllm(python=program), None, rlkit.ConfigError, "no Python at"),
+        (Vllm(python=sys.executable), None, rlkit.ConfigError, "ended with status 1: .*No module named 'vllm'"),
+        (Vllm(python=program), f"{unsupported}; exit 1", rlkit.ConfigError, "not supported for now.*this process sam"),
+        (
+            Vllm(python=program),
+            f"{harmless}; echo 'ValueError: no such flag'; echo 'RuntimeError: see above'; exit 7",
+            rlkit.ConfigError,
+            "ended with status 7: ValueError: no such flag; see Vllm's arguments=",
+        ),
+        (Vllm(python=program, start=0.5), "exec sleep 100", rlkit.BackendError, r"waited 0\.5 s"),
+    ):
+        if script is not None:
+            program.write_text(f"#!/bin/sh\n{script}\n")
+            program.chmod(0o755)
+        with pytest.raises(error, match=words), connected(tiny, tmp_path, sampler):
+            pass
 
 
 class TestPlacement:
@@ -588,28 +568,23 @@ class TestPlacement:
             place_server("cuda:0", 0.9, None)
 
     def test_bad_settings(self):
-        for bad in (
-            *({"memory": 0.0}, {"memory": 1.1}, {"memory": "half"}, {"devices": 1}, {"devices": "1,"}, {"python": 5}),
-            *(
-                {"arguments": None},
-                {"arguments": "-x"},
-                {"urls": None},
-                {"environment": "x"},
-                {"environment": {"A": 1}},
-            ),
-            *({"folder": 5}, {"key": "\n"}, {"key": "ü"}, {"key": ""}, {"key": 5}),
-        ):
-            with pytest.raises(rlkit.ConfigError, match=rf"Vllm\({next(iter(bad))}\)"):
-                Vllm(**bad)
-        for own in (
-            {"memory": 0.5},
-            {"devices": "1"},
-            {"python": "p"},
-            {"arguments": ["-x"]},
-            {"environment": {"A": "1"}},
-        ):
+        for name, values in {
+            "memory": (0.0, 1.1, "half"),
+            "devices": (1, "1,"),
+            "python": (5,),
+            "arguments": (None, "-x"),
+            "urls": (None,),
+            "environment": ("x", {"A": 1}),
+            "folder": (5,),
+            "key": ("\n", "ü", "", 5),
+        }.items():
+            for value in values:
+                with pytest.raises(rlkit.ConfigError, match=rf"Vllm\({name}\)"):
+                    Vllm(**{name: value})
+        own = {"memory": 0.5, "devices": "1", "python": "p", "arguments": ["-x"], "environment": {"A": "1"}}
+        for name, value in own.items():
             with pytest.raises(rlkit.ConfigError, match=r"cannot be combined with urls="):
-                Vllm(urls=["http://127.0.0.1:1"], **own)
+                Vllm(urls=["http://127.0.0.1:1"], **{name: value})
         for url in ("http://a?b", "http://a#b", "http://a b", "http://\0"):
             with pytest.raises(rlkit.ConfigError, match=r"Vllm\(urls\)\[0\]"):
                 Vllm(urls=[url])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rlkit
+from rlkit.testing import BackendConformance
 
 pytest.importorskip("peft")
 
@@ -198,6 +199,33 @@ def test_samples_are_drawn_while_it_trains(connect):
     assert losses[policies[0]] == losses[policies[1]]
 
 
+def test_no_answer_is_newer_than_its_sampler(connect):
+    """Nor older than the sampler was when it was asked for, while updates go on."""
+    policy, few = connect(), rlkit.SamplingParams(max_tokens=4, stop=())
+    live = policy.live_sampler().result()
+    ended, answers = threading.Event(), []
+
+    def ask():
+        while not ended.is_set():
+            oldest = live.version
+            (sample,) = live.sample([65, 66, 67], few).result(60)
+            answers.append((oldest, sample.version, int(sample.token_versions.max()), live.version))
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask) for _ in range(8)]
+        try:
+            for _ in range(15):
+                policy.forward_backward([rlkit.Datum.supervised([65, 66], [67, 68])], "cross_entropy")
+                policy.optim_step(rlkit.Adam(learning_rate=1e-3))
+                live.update().result(60)
+        finally:
+            ended.set()
+        for future in asking:
+            future.result(60)
+    assert {newest for *_, newest in answers} > {0}
+    assert [x for x in answers if not x[0] <= x[1] <= x[2] <= x[3]] == []
+
+
 def test_a_loss_may_ask_another_policy(connect):
     """Such as a teacher on the same processes."""
     student, teacher = connect(2), connect(2)
@@ -332,3 +360,14 @@ def test_a_gradient_that_is_not_finite_is_dropped(connect):
     a, b = (x.forward(data).result().logprobs for x in (policy, other))
     assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
     assert any((x != y).any() for x, y in zip(a, before, strict=True))
+
+
+class TestTwoProcesses(BackendConformance):
+    """It conforms, with several micro-batches on each."""
+
+    @pytest.fixture(autouse=True)
+    def _connect(self, connect):
+        self.connect = connect
+
+    def make(self, folder, **options):
+        return self.connect(folder=folder, micro_batch_tokens=16, **options)
