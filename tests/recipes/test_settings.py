@@ -174,7 +174,7 @@ OF_LOCAL = {  # overrides -> what is said
     f"options.sampler=vllm; {BODY}": "set RLKIT_VLLM_PYTHON",
     f"options.sampler=http://127.0.0.1:9; {NAMED}; options.merge=true": "merge, merged_copies, max_rows, prefix_mb and",
     "options.shard=true; options.merge=true": "shard: got True with one process",
-    "options.shard=true; options.merge=true; options.processes=2": "merge: got True with shard=True",
+    "options.shard=true; options.merge=true; options.processes=2": "cuda_graphs have no effect with shard=True",
     "options.dtype=float8": "dtype: got 'float8'",
     "options.device=nowhere": "device: got 'nowhere'",
     "options.max_rows=0": "max_rows: got 0",

@@ -131,11 +131,16 @@ def _read_engine(options: LocalOptions) -> OpensEngine | SamplingEngine | None:
         return None
     if isinstance(engine, type) or not isinstance(engine, OpensEngine):
         _check.require_protocol("connect(sampler)", engine, SamplingEngine, "or 'vllm', a URL, or several")
+    _check_own_sampling(options, "sampler=")
+    return cast("OpensEngine | SamplingEngine", engine)
+
+
+def _check_own_sampling(options: LocalOptions, given: str) -> None:
+    """Raise ConfigError where an option of this process's sampling is set, which does not sample with ``given``."""
     fields = attrs.fields_dict(LocalOptions)
     if any(getattr(options, name) != fields[name].default for name in _OWN_SAMPLING):
         named = f"{', '.join(_OWN_SAMPLING[:-1])} and {_OWN_SAMPLING[-1]}"
-        raise ConfigError(f"connect: {named} have no effect with sampler=; omit them")
-    return cast("OpensEngine | SamplingEngine", engine)
+        raise ConfigError(f"connect: {named} have no effect with {given}; omit them")
 
 
 def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
@@ -146,6 +151,7 @@ def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
         raise ConfigError(
             "shard", "got True with one process", "several, which share the weights", "give processes=2 or more"
         )
+    _check_own_sampling(options, "shard=True")
     if options.offload_folder is not None:
         what = f"got {str(options.offload_folder)!r} with shard=True"
         raise ConfigError("offload_folder", what, "None", "all processes compute each layer once, of all tokens")
