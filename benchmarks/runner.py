@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -24,18 +25,25 @@ class Side:
         threads: of torch.
         python: the interpreter, if not this one.
         model: another one than the workload's, a directory.
+        root: of another checkout of rlkit, if not the one that is imported.
     """
 
     def __init__(
-        self, name: str, dtype: str, threads: int = 1, python: str = sys.executable, model: str = workload.MODEL
+        self,
+        name: str,
+        dtype: str,
+        threads: int = 1,
+        python: str = sys.executable,
+        model: str = workload.MODEL,
+        root: Path | None = None,
     ) -> None:
         from rlkit.backends.local.hub import model_path
 
         command = [python, str(HERE / "sides.py"), name, dtype, str(threads), model_path(model)]
         self.name = name
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        environment = os.environ | ({} if root is None else {"PYTHONPATH": str(root.resolve())})
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
         self.versions = self._read()
 
     def do(self, job: str, **arguments) -> dict:
