@@ -40,11 +40,6 @@ def _validator(check: Callable[[str, object], object]) -> Callable[[object, attr
     return validate
 
 
-def _check_folder(name: str, folder: object) -> None:
-    good = isinstance(folder, (str, Path)) and Path(folder).is_dir()
-    _check.require(good, name, folder, "an existing folder or None")
-
-
 def _check_merge(name: str, merge: object) -> None:
     _check.require(isinstance(merge, (bool, np.bool_)) or merge == "auto", name, merge, "True, False or 'auto'")
 
@@ -72,11 +67,10 @@ class ModelOptions:
             memory, and is faster where the processor computes it. None is that of the run with ``resume_from``, else
             "bfloat16" on a GPU of CUDA that computes it and "float32" elsewhere.
         device: "cpu", "cuda", ...; None is "cuda" where there is one.
-        micro_batch_tokens: tokens computed at once in training; a datum of more is computed in parts. None is that of
-            the run with ``resume_from``, else 1,024 on a CPU, and on a GPU as many as fit into 40 % of the free
-            memory, at most 16,384.
-        offload_folder: an existing folder. On a CPU, datums of more than eight times ``micro_batch_tokens`` store the
-            inputs of layers, or keys and values, in an unnamed file there; None keeps them in memory.
+        micro_batch_tokens: tokens computed at once in training. A datum of more is a micro-batch of its own, which
+            keeps only what goes into each layer, and computes layers again in the backward pass. None is that of the
+            run with ``resume_from``, else 1,024 on a CPU, and on a GPU as many as fit into 40 % of the free memory,
+            at most 16,384.
 
     Raises:
         ConfigError: an option is of the wrong type or out of range, or both saved paths are given.
@@ -93,7 +87,6 @@ class ModelOptions:
     dtype: str | None = attrs.field(default=None, validator=_DTYPE, metadata=_KEPT)
     device: str | None = None
     micro_batch_tokens: int | None = attrs.field(default=None, validator=_COUNT, metadata=_KEPT)
-    offload_folder: str | Path | None = attrs.field(default=None, validator=_validator(_check_folder))
 
     def __attrs_post_init__(self) -> None:
         self.start()
@@ -153,8 +146,7 @@ class LocalOptions(ModelOptions):
     def for_ranks(self) -> dict[str, object]:
         """Return what other processes open the same policy with, as JSON holds it."""
         here = ("seed", "folder", "resume_from", "init_from", "device", "sampler", "processes")
-        shared = attrs.asdict(self, filter=lambda field, _: field.name not in here)
-        return {**shared, "offload_folder": self.offload_folder and str(self.offload_folder)}
+        return attrs.asdict(self, filter=lambda field, _: field.name not in here)
 
 
 def takes(kind: type[ModelOptions]) -> Callable[[F], F]:

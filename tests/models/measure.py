@@ -33,7 +33,6 @@ LISTS = {  # of model types, by what is found out about one
         lambda found: found["decoding"] == "whole",
     ),
     "not_continued": ("several tokens at once do not continue a cache", lambda found: not found.get("continues", True)),
-    "not_in_parts": ("long datums are not trained in parts", lambda found: not found.get("parts", True)),
 }
 
 
@@ -49,7 +48,7 @@ def find_paths(folder):
     decoder_for(base, merge=False, prefix_bytes=0, cuda_graphs=False)
     training_forward(base.tree(), base, 1.0, 100)
     found = attrs.asdict(base.known)
-    return {name: found[name] for name in ("decoding", "continues", "trees", "parts") if found[name] is not None}
+    return {name: found[name] for name in ("decoding", "continues", "trees") if found[name] is not None}
 
 
 def measure(names):

@@ -178,7 +178,6 @@ OF_LOCAL = {  # overrides -> what is said
     "options.dtype=float8": "dtype: got 'float8'",
     "options.device=nowhere": "device: got 'nowhere'",
     "options.max_rows=0": "max_rows: got 0",
-    "options.offload_folder=/no/such": "offload_folder: got '/no/such'",
     "options.lora=4": "lora: got 4",
 }
 

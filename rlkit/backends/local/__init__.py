@@ -134,8 +134,7 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None
     if mesh is not None and free is not None:
         free -= base.nbytes // mesh.size()
     tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base, free))
-    folder = None if options.offload_folder is None else Path(options.offload_folder)
-    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, folder, at_once=sharded)
+    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, library=sharded)
     if mesh is not None:
         base = resolve_name("rlkit.backends.local.distributed.shard:shard")(base, peft, mesh, device)
     trainer = LocalTrainer(peft, base.device, tokens, forward)

@@ -152,9 +152,6 @@ def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
             "shard", "got True with one process", "several, which share the weights", "give processes=2 or more"
         )
     _check_own_sampling(options, "shard=True")
-    if options.offload_folder is not None:
-        what = f"got {str(options.offload_folder)!r} with shard=True"
-        raise ConfigError("offload_folder", what, "None", "all processes compute each layer once, of all tokens")
 
 
 def check_sampler(call: str, sampler: Sampler | None) -> Sampler:

@@ -60,7 +60,6 @@ class LocalCritic(InProcessCritic):
         lora = asked.lora and attrs.evolve(asked.lora, train_unembed=False)  # its output is ignored
         resolved = resolve_model(attrs.evolve(asked, lora=lora), "local-critic")
         saved, dtype, lora = resolved.saved, resolved.dtype, attrs.evolve(resolved.lora, train_unembed=False)
-        folder = None if asked.offload_folder is None else Path(asked.offload_folder)
         base = load_base(resolved.model, dtype, resolved.device)
         tokens = int(resolved.options.micro_batch_tokens or micro_batch_tokens_for(base))
         check_tokenizer(tokenizer, base.tokenizer)
@@ -68,7 +67,7 @@ class LocalCritic(InProcessCritic):
         self._settings = {"model": resolved.model, "dtype": dtype, "micro_batch_tokens": tokens}
         peft = with_adapter(base, lora, adapter_seed(lora, resolved.entropy), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
-        forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, folder)
+        forward = training_forward(peft, base, lora.alpha / lora.rank, tokens)
         self._trainer = LocalTrainer(peft, base.device, tokens, forward, peft.value_head)
         version = 0
         if saved is not None:

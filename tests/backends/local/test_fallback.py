@@ -29,19 +29,17 @@ from rlkit.backends.local.sampling._batching import ContinuousBatching  # noqa: 
 from rlkit.backends.local.sampling._library import LibraryBatching  # noqa: E402
 from rlkit.backends.local.sampling.decoders import decoder_for  # noqa: E402
 from rlkit.backends.local.training import _flex_attention  # noqa: E402
-from rlkit.backends.local.training._part_attention import PartAttention  # noqa: E402
 
 CPU = torch.device("cpu")
 MODELS = {  # which tiny model has the path, where it breaks, and what is found out about the model then
-    "rlkit's own forward": ("llama", Llama, "hidden", {"decoding": "slots", "trees": True, "parts": True}),
+    "rlkit's own forward": ("llama", Llama, "hidden", {"decoding": "slots", "trees": True}),
     "decoding in slots": ("gpt2", ContinuousBatching, "prefill", {"decoding": "cache", "trees": True}),
     "a tree of sequences": (
         "gpt2",
         tree,
         "_attend",
-        {"decoding": "slots", "trees": False, "parts": True},
+        {"decoding": "slots", "trees": False},
     ),
-    "training in parts": ("gpt2", PartAttention, "__call__", {"decoding": "slots", "trees": True, "parts": False}),
     "the library's cache": ("bloom", LibraryBatching, "decode", {"decoding": "whole"}),
     "a cache of unequal rows": ("bloom", RowCache, "remove", {"decoding": "request", "continues": True}),
 }
@@ -117,7 +115,7 @@ def test_a_bug_in_a_continued_cache_warns(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(RowCache, "advance", fail)
     with pytest.warns(UserWarning, match=r"a continued cache \(bloom\) failed"):
         found = find_paths(shutil.copytree(tiny("bloom"), tmp_path / "model"))
-    assert found == {"decoding": "cache", "continues": False, "trees": False, "parts": False}
+    assert found == {"decoding": "cache", "continues": False, "trees": False}
 
 
 @pytest.mark.parametrize("path", PRODUCTS)

@@ -64,14 +64,12 @@ class Known:
         continues: whether that cache goes on after a prompt that was computed before.
         cache: its class.
         trees: whether a micro-batch is computed as a tree.
-        parts: whether one is computed in parts.
     """
 
     decoding: Literal["slots", "cache", "request", "whole"] | None = None
     continues: bool | None = None
     cache: type[DynamicCache] | None = None
     trees: bool | None = None
-    parts: bool | None = None
 
 
 @attrs.frozen(eq=False, weakref_slot=True)

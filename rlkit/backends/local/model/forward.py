@@ -49,12 +49,8 @@ class Forward(Protocol):
     """A causal language model with one LoRA in it."""
 
     @property
-    def shares(self) -> int:
-        """Return the size in tokens of the blocks that sequences of a micro-batch may share at their start; 0: none."""
-
-    @property
-    def chunked(self) -> bool:
-        """Return whether a micro-batch of more tokens than the budget is computed in parts."""
+    def shares(self) -> bool:
+        """Return whether what sequences of a micro-batch begin with is computed once."""
 
     def prepare(self) -> None:
         """Read the trained adapter as it is now."""
@@ -84,15 +80,18 @@ class LlamaForward:
         base: a model for which ``base.llama`` holds.
         adapter: the adapter that is trained; none for sampling, which loads one.
         scale: of that adapter.
+        budget: of more tokens than that each layer is computed again in the backward pass, whose input alone is kept.
 
     Attributes:
         addresses: of the weights that ``load`` made; on a GPU they stay from adapter to adapter.
     """
 
-    shares, chunked = 1, False
+    shares = True
 
-    def __init__(self, base: Base, adapter: Adapter | None = None, scale: float = 0.0) -> None:
-        self._base, self._adapter, self._scale = base, adapter or {}, scale
+    def __init__(
+        self, base: Base, adapter: Adapter | None = None, scale: float = 0.0, budget: int | None = None
+    ) -> None:
+        self._base, self._adapter, self._scale, self._budget = base, adapter or {}, scale, budget
         self._llama = Llama(base.model, self._adapter, scale)
         self.addresses: tuple[int, ...] = ()
 
@@ -130,7 +129,9 @@ class LlamaForward:
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
         """Return the last hidden states [n, hidden], which the output embedding reads."""
-        return self._llama.hidden(*inputs.for_llama(self._llama))
+        tokens, *rest = inputs.for_llama(self._llama)
+        long = self._budget is not None and tokens.numel() > self._budget and torch.is_grad_enabled()
+        return self._llama.hidden(tokens, *rest, recompute=long)
 
     def _read(
         self, hidden: torch.Tensor, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
@@ -154,8 +155,6 @@ class LibraryForward:
         packed: gives a weight of the base's prepacked, as sampling multiplies by it; None leaves them to the modules.
     """
 
-    chunked = False
-
     def __init__(
         self, model: PreTrainedModel, *, trees: bool = False, packed: Callable[[torch.Tensor], Weight] | None = None
     ) -> None:
@@ -169,8 +168,8 @@ class LibraryForward:
         self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
 
     @property
-    def shares(self) -> int:
-        return int(self.trees)
+    def shares(self) -> bool:
+        return self.trees
 
     def prepare(self) -> None:
         pass  # peft's modules read their adapters by themselves

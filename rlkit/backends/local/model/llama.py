@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import attrs
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from rlkit._fallback import Outcome, try_path
 from rlkit.backends.local.attention.tree import layer_windows
@@ -36,6 +37,7 @@ __all__ = [
     "is_llama",
     "layer_class",
     "pass_through",
+    "recomputed",
     "run_layer",
 ]
 
@@ -266,6 +268,11 @@ class _RunLayer(torch.autograd.Function):
             grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
         )
         return dx, None, None, None, *gradients
+
+
+def recomputed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that keeps its inputs, and computes the rest again in the backward pass (arXiv 1604.06174)."""
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention) -> torch.Tensor:
@@ -540,29 +547,31 @@ class Llama:
             linear.merge()
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attentions: Sequence[Attention], index: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attentions: Sequence[Attention],
+        index: torch.Tensor,
+        *,
+        recompute: bool = False,
     ) -> torch.Tensor:
-        """Map tokens [N] at ``positions`` [N] to the last hidden states [n, hidden] at ``index`` [n], at least float32.
+        """Return the last hidden states [n, hidden], in float32 at least.
 
-        ``attentions`` says for each layer how the tokens see one another.
+        Args:
+            tokens: int64 [N].
+            positions: int64 [N].
+            attentions: how the tokens see one another in each layer.
+            index: int64 [n], the places of those that are returned.
+            recompute: keep what goes into each layer alone, and compute the layer again in the backward pass.
         """
-        x, rope = self.embed(tokens), self.rope(positions)
-        for layer, attention in zip(self.layers, attentions, strict=True):
-            x = run_layer(x, layer, rope, attention)
-        return self.last_norm(x[index])
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens [N] to the residual stream [N, hidden] before the first layer, at least float32."""
-        return upcast(self._model.embed_tokens(tokens))
-
-    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layers' tables of RoPE at ``positions`` [N]."""
+        x = upcast(self._model.embed_tokens(tokens))
         cos, sin = self._model.rotary_emb(self._last_norm, positions[None])  # [1, N, D], the second half as the first
-        return self.layers[0].rope_tables(cos[0], sin[0])
-
-    def last_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of the residual stream after the last layer, [n, hidden]."""
-        return nn.functional.rms_norm(x, (x.shape[-1],), self._last_norm, self._config.rms_norm_eps)
+        rope = self.layers[0].rope_tables(cos[0], sin[0])
+        run = recomputed(run_layer) if recompute else run_layer
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            x = run(x, layer, rope, attention)
+        last = x[index]
+        return nn.functional.rms_norm(last, (last.shape[-1],), self._last_norm, self._config.rms_norm_eps)
 
     def _layer(self, name: str, layer: nn.Module, kind: type[Layer]) -> Layer:
         at, mlp, config = layer.self_attn, layer.mlp, self._config

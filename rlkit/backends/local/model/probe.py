@@ -41,7 +41,6 @@ from rlkit.backends.local.model.output_head import logits_to_keep
 __all__ = [
     "BATCHED",
     "NOT_CONTINUED",
-    "NOT_IN_PARTS",
     "SLOTS",
     "WHOLE",
     "Passed",
@@ -190,8 +189,8 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 # In bfloat16 a small difference looks like rounding. So paths are tried there for the architectures alone that a
 # measurement in float32 shows to agree (`make families`).
 _FAMILIES = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text("utf-8"))
-_KEYS = "slots", "batched", "whole", "not_continued", "not_in_parts"
-SLOTS, BATCHED, WHOLE, NOT_CONTINUED, NOT_IN_PARTS = (frozenset[str](_FAMILIES[key]) for key in _KEYS)
+_KEYS = "slots", "batched", "whole", "not_continued"
+SLOTS, BATCHED, WHOLE, NOT_CONTINUED = (frozenset[str](_FAMILIES[key]) for key in _KEYS)
 
 
 @attrs.frozen(eq=False)

@@ -5,71 +5,44 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlkit._fallback import Outcome
 from rlkit.backends.local.attention.tree import RECOMPUTED
-from rlkit.backends.local.cache.rows import Storage
 from rlkit.backends.local.model.base import Base, use_attention
-from rlkit.backends.local.model.forward import Forward, Inputs, LibraryForward, LlamaForward, read_values
-from rlkit.backends.local.model.probe import BATCHED, NOT_IN_PARTS, SLOTS
-from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
-from rlkit.backends.local.training._chunked_attention import ChunkedAttention
-from rlkit.backends.local.training._long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
-from rlkit.backends.local.training._parts_forward import PartsForward, parts_agree
-from rlkit.backends.local.training.micro_batches import MicroBatch, pack
+from rlkit.backends.local.model.forward import Forward, LibraryForward, LlamaForward
+from rlkit.backends.local.model.llama import recomputed
+from rlkit.backends.local.products.lora_linear import adapter_of
+from rlkit.backends.local.training.micro_batches import pack
 from rlkit.backends.local.training.trainer import LocalTrainer
-from rlkit.errors import ConfigError
 from rlkit.types import Datum, Lora
 
-__all__ = ["ChunkedLlamaForward", "OwnLogprobs", "RecomputingForward", "layers_of", "loud", "training_forward"]
-
-# Micro-batches' worth of inputs of layers that stay on the device: a micro-batch that is computed at once keeps about
-# ten times as much of a token and layer (see llama.py), so up to here it is that one which takes most memory.
-STAY = 8
+__all__ = ["OwnLogprobs", "RecomputingForward", "layers_of", "loud", "training_forward"]
 
 
-def training_forward(
-    model: Any, base: Base, scale: float, budget: int, folder: Path | None = None, *, at_once: bool = False
-) -> Forward:
+def training_forward(model: Any, base: Base, scale: float, budget: int, *, library: bool = False) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
-
-    The library's computes long micro-batches in parts where that gives the same; else each layer again.
 
     Args:
         model: the peft model.
         base: what it adapts.
         scale: of its adapters.
-        budget: tokens computed at once.
-        folder: where long micro-batches keep what a CPU's memory should not hold; None for nowhere.
-        at_once: whether every micro-batch, of any length, is one call of each of the library's layers.
-
-    Raises:
-        ConfigError: a folder is given, and the model is not computed in parts.
+        budget: tokens; a micro-batch of more keeps what goes into each layer, which is computed again.
+        library: whether the library's modules compute it, whatever it is, as ``shard=True`` needs.
     """
-    if base.llama and not at_once:
-        return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
-    trees, parts = _computed_as_tree(base), not at_once and _computed_in_parts(base)
-    if folder is not None and not parts:
-        kind = base.model.config.model_type
-        raise ConfigError(
-            "offload_folder", f"got {str(folder)!r}", "None", f"computing a datum in parts by {kind} is not exact"
-        )
+    if base.llama and not library:
+        return LlamaForward(base, adapter_of(model), scale, budget)
+    trees = _computed_as_tree(base)
     if trees and _recomputes(model, base):
         use_attention(model, RECOMPUTED)
-    if parts:
-        return PartsForward(model, budget, STAY * budget, folder, trees=trees)
     forward = RecomputingForward(model, budget, trees=trees)
-    if at_once:
+    if library:
         forward.head_splits(torch.as_tensor(base.probe.tokens[:8], device=base.device))  # here: it calls layers twice
     return forward
 
@@ -82,15 +55,6 @@ def _computed_as_tree(base: Base) -> bool:
     return base.known.trees
 
 
-def _computed_in_parts(base: Base) -> bool:
-    """Return whether the library's modules compute a micro-batch in parts."""
-    if base.known.parts is None:
-        slower = "long datums are computed as a whole, with more memory"
-        eligible = base.probe.exact or base.kind in (SLOTS | BATCHED) - NOT_IN_PARTS
-        base.known.parts = base.tries("training in parts", parts_agree, slower, eligible=eligible)
-    return base.known.parts
-
-
 def _recomputes(model: Any, base: Base) -> bool:
     """Return whether a tree's attention is computed block by block: on a CPU, and where torch has no kernel for it.
 
@@ -98,55 +62,6 @@ def _recomputes(model: Any, base: Base) -> bool:
     """
     eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
     return (eager or base.device.type == "cpu") and bool(model.is_backend_compatible())
-
-
-class ChunkedLlamaForward(LlamaForward):
-    """rlkit's own forward, of micro-batches of any length.
-
-    Args:
-        base, adapter, scale: see ``LlamaForward``.
-        budget: tokens computed at once; see ``LongMicroBatch`` for micro-batches of more.
-        folder: see ``training_forward``.
-    """
-
-    chunked = True
-
-    def __init__(self, base: Base, adapter: Adapter, scale: float, budget: int, folder: Path | None) -> None:
-        super().__init__(base, adapter, scale)
-        self._budget, self._folder = budget, folder
-
-    def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
-        if not self._is_long(inputs):
-            return super().values(inputs, head)
-
-        def read(hidden: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"values": read_values(hidden, head)}
-
-        return self._in_chunks(inputs, read, list(head.parameters()))["values"]
-
-    def outputs(
-        self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        if not self._is_long(inputs):
-            return super().outputs(inputs, wanted, temperatures)
-
-        def read(hidden: torch.Tensor, which: torch.Tensor) -> dict[str, torch.Tensor]:
-            some = {name: None if ids is None else ids[which] for name, ids in wanted.items()}
-            return self._read(hidden, some, None if temperatures is None else temperatures[which])
-
-        return self._in_chunks(inputs, read, [x for x in (self._head.a, self._head.b) if x is not None])
-
-    def _is_long(self, inputs: Inputs) -> bool:
-        return isinstance(inputs, MicroBatch) and inputs.tokens.size > self._budget
-
-    def _in_chunks(self, inputs: Inputs, read: Read, head: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert isinstance(inputs, MicroBatch)  # noqa: S101
-        llama, size = self._llama, inputs.tokens.size
-        storage = Storage(size, llama.device, away=size > STAY * self._budget, folder=self._folder)
-        heads = llama.heads, llama.key_heads
-        by_window = {w: ChunkedAttention(inputs.runs, inputs.positions, *heads, w) for w in set(llama.windows)}
-        attentions = [by_window[window] for window in llama.windows]
-        return outputs_in_chunks(LongMicroBatch(llama, inputs, self._budget, attentions, storage, read, head))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -182,10 +97,9 @@ class RecomputingForward(LibraryForward):
     @contextmanager
     def _layers_alone(self, arguments: Mapping[str, Any]) -> Iterator[None]:
         long = torch.is_grad_enabled() and arguments["input_ids"].numel() > self._budget
-        settings = {"use_reentrant": False, "preserve_rng_state": False}
         layers: list[Any] = list(self._layers) if long else []
         for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, **settings)
+            layer.forward = recomputed(layer.forward)
         try:
             yield
         finally:

@@ -9,8 +9,8 @@ Tokens after the last one that is scored are left out: nothing depends on them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
@@ -25,6 +25,8 @@ from rlkit.types import Datum
 
 __all__ = ["MicroBatch", "pack"]
 
+# A prompt is computed again for each further batch of its group; so at most about half of the work is.
+LONGER = 2.0  # times the tokens of a datum beyond the budget, with those that share them
 BATCHES = 32  # one more batch is worth it where it saves a 32nd of the budget
 _LOOK_BACK = 4  # in sorted order a datum has most in common with the one before it; pairs break the order
 _HALVINGS = 8  # of the budget, to find the least one
@@ -32,14 +34,14 @@ _HALVINGS = 8  # of the budget, to find the least one
 Costs: TypeAlias = Callable[[int, int], np.ndarray]  # first unit, budget -> tokens with one unit, two, ...; enough
 
 
-def _cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[slice]:
+def _cuts(units: int, costs: Costs, budget: int, long: float = math.inf) -> list[slice]:
     """Return where to begin a new batch, so that the fewest tokens are computed in all.
 
     Args:
         units: of datums, in an order that is kept.
         costs: of batches that begin with a unit.
         budget: tokens of a batch, if it is more than one unit.
-        longer: a batch whose first unit alone has more tokens may have this many times that unit's.
+        long: a batch whose first unit alone has more tokens than that may have ``LONGER`` times that unit's.
 
     >>> _cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 16)
     [slice(0, 1, None), slice(1, 4, None)]
@@ -49,7 +51,7 @@ def _cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sl
     come_from = np.zeros(units + 1, int)
     for i in range(units):
         cost = costs(i, budget)
-        limit = int(longer * cost[0]) if longer > 1.0 and cost[0] > budget else budget
+        limit = int(LONGER * cost[0]) if cost[0] > long else budget
         cost = costs(i, limit) if limit > budget else cost
         cost = cost[: max(1, np.searchsorted(cost, limit, "right"))]
         ends = np.arange(i + 1, i + 1 + cost.size)
@@ -63,17 +65,17 @@ def _cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sl
     return slices[::-1]
 
 
-def _even_cuts(units: int, costs: Costs, budget: int, longer: float, among: int) -> list[slice]:
+def _even_cuts(units: int, costs: Costs, budget: int, long: float, among: int) -> list[slice]:
     """Return cuts for processes that take a batch each in every round: in as many rounds, batches of about one size.
 
-    >>> _even_cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 100, 1.0, 2)
+    >>> _even_cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 100, 100, 2)
     [slice(0, 2, None), slice(2, 4, None)]
     """
-    slices = _cuts(units, costs, budget, longer)
+    slices = _cuts(units, costs, budget, long)
     most, low = among * -(-len(slices) // among), 0
     for _ in range(_HALVINGS):
         middle = (low + budget) // 2
-        tried = _cuts(units, costs, middle, longer)
+        tried = _cuts(units, costs, middle, long)
         if len(tried) <= most:
             slices, budget = tried, middle
         else:
@@ -81,12 +83,12 @@ def _even_cuts(units: int, costs: Costs, budget: int, longer: float, among: int)
     return slices
 
 
-def _tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1) -> Costs:
+def _tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
     """Return the costs of prefix trees: what one of the ``_LOOK_BACK`` members before has as well is computed once."""
     common = np.zeros((len(members), _LOOK_BACK + 1), int)  # at most with so many members before in the batch
     for m in range(len(members)):
         for d in range(1, _LOOK_BACK + 1):
-            here = _in_common(members[m], members[m - d], block) if m >= d else 0
+            here = _in_common(members[m], members[m - d]) if m >= d else 0
             common[m, d] = max(common[m, d - 1], here)
     added = np.array([x.size for x in members], int) - common[:, -1]
     before = np.concatenate([[0], np.cumsum(added)])
@@ -116,19 +118,15 @@ def _row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
     return costs
 
 
-def _in_common(a: np.ndarray, b: np.ndarray, block: int = 1) -> int:
-    """Return how many tokens both begin with, in whole blocks.
+def _in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens both begin with.
 
-    >>> _in_common(np.arange(9), np.array([0, 1, 2, 3, 5])), _in_common(np.arange(9), np.arange(9), 4)
-    (4, 8)
+    >>> _in_common(np.arange(9), np.array([0, 1, 2, 3, 5]))
+    4
     """
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
-    n = int(differ[0]) if differ.size else n
-    return n - n % block
-
-
-LONGER = 2.0  # a prompt is computed again for each further batch of its group: at most about half of the work then
+    return int(differ[0]) if differ.size else n
 
 
 @attrs.frozen(eq=False)
@@ -189,32 +187,19 @@ class MicroBatch:
 
 
 def pack(
-    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: int = 1, chunked: bool = False, among: int = 1
+    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True, among: int = 1
 ) -> list[MicroBatch]:
     """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
     Args:
         data: the datums.
-        budget: a unit (a datum, or a pair of them) longer than that is a batch alone.
+        budget: a unit (a datum, or a pair of them) longer than that is a batch with those alone that share tokens with
+            it, ``LONGER`` times its own at most.
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
-        share: compute once what sequences begin with, in blocks of so many tokens. With 0 every datum is a run by
-            itself, and the padding of ``MicroBatch.rows`` counts; so it does where blocks are of several tokens and
-            save less than that.
-        chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others with
-            it, with which it shares tokens: ``LONGER`` times its own at most, since some is kept of every token.
+        share: compute once what sequences begin with. Else every datum is a run by itself, the padding of
+            ``MicroBatch.rows`` counts, and a unit longer than the budget is a batch alone.
         among: so many processes compute one each in every round: there are no more rounds than ``budget`` asks for.
     """
-    if share > 1:
-        packed = partial(_packed, data, budget, pairs=pairs, chunked=chunked, among=among)
-        trees, rows = packed(share=share), packed(share=0)
-        fewer = sum(batch.tokens.size for batch in trees) < sum(batch.padded for batch in rows)
-        return trees if fewer else rows
-    return _packed(data, budget, pairs=pairs, share=share, chunked=chunked, among=among)
-
-
-def _packed(
-    data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool, among: int
-) -> list[MicroBatch]:
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
     read = {i: d.tokens[: np.flatnonzero(d.mask)[-1]] for i, d in enumerate(data) if d.mask.any()}
@@ -225,12 +210,12 @@ def _packed(
         chosen.sort(key=lambda unit: max(read[i].size for i in unit))
     members = [read[i] for unit in chosen for i in unit]
     firsts = np.cumsum([0, *map(len, chosen)])
-    costs = _tree_costs(members, firsts, share) if share else _row_costs(members, firsts)
-    longer = LONGER if chunked else 1.0
+    costs = _tree_costs(members, firsts) if share else _row_costs(members, firsts)
+    long = budget if share else math.inf
     if among == 1:
-        parts = _cuts(len(chosen), costs, budget, longer)
+        parts = _cuts(len(chosen), costs, budget, long)
     else:
-        parts = _even_cuts(len(chosen), costs, min(budget, sum(x.size for x in members)), longer, among)
+        parts = _even_cuts(len(chosen), costs, min(budget, sum(x.size for x in members)), long, among)
     batches = []
     for part in parts:
         batch = _Filling(share)
@@ -244,7 +229,7 @@ def _packed(
 class _Filling:
     """A batch on its way."""
 
-    share: int
+    share: bool
     members: list[int] = attrs.field(factory=list)
     places: dict[int, np.ndarray] = attrs.field(factory=dict)  # datum -> the places of its tokens
     parts: list[np.ndarray] = attrs.field(factory=list)
@@ -255,7 +240,7 @@ class _Filling:
         """Append a datum."""
         tokens = read[i]
         earlier = self.members[-_LOOK_BACK:] if self.share else []
-        n, like = max(((_in_common(tokens, read[j], self.share), j) for j in earlier), default=(0, i))
+        n, like = max(((_in_common(tokens, read[j]), j) for j in earlier), default=(0, i))
         before = self.places[like][:n] if n else np.zeros(0, np.int64)
         end = self.size + tokens.size - n
         self.members.append(i)

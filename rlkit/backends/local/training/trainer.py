@@ -181,8 +181,7 @@ class LocalTrainer:
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
         size = 1 if self.hands is None else self.hands.size
-        forward = self.forward
-        batches = pack(data, self._budget, pairs=pairs, share=forward.shares, chunked=forward.chunked, among=size)
+        batches = pack(data, self._budget, pairs=pairs, share=self.forward.shares, among=size)
         rounds = [batches[k : k + size] for k in range(0, len(batches), size)]
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
@@ -220,10 +219,8 @@ class LocalTrainer:
         datums = batch.members
         whose = f"of datums {min(datums)} to {max(datums)}" if len(datums) > 1 else f"of datum {datums[0]} alone"
         remedy = f"lower micro_batch_tokens ({self._budget})"
-        if batch.tokens.size > self._budget and self.forward.chunked:
-            remedy += ", give offload_folder=, or shorten the longest datum"
-        elif len(datums) == 1 and not self.forward.chunked:
-            remedy = "this architecture cannot split a datum: shorten it, or use bfloat16 or a smaller model"
+        if batch.tokens.size > self._budget:
+            remedy = "shorten the longest datum, or use bfloat16 or a smaller model"
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _compute(

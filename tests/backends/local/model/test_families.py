@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.local.training._parts_forward import PartsForward
 from tests.backends.local import white_box
 from tests.float64 import distance, wide_floats, widen
 from tests.models import measure
@@ -24,7 +23,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
-from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, NOT_IN_PARTS, SLOTS, WHOLE  # noqa: E402
+from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, SLOTS, WHOLE  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings:UserWarning"),  # the adapter is on the head alone
@@ -131,21 +130,6 @@ def test_trainer(made):
     assert all(g.any() for g in made.gradient.values())  # an adapter without a gradient is on a module that is not read
 
 
-def test_in_parts(made):
-    """The gradient is the same if at most 32 tokens are computed at once."""
-    if not made.policy.base.known.parts:
-        pytest.skip("computed by rlkit's own forward, or at once")
-    trainer = made.policy._trainer
-    whole = trainer.forward
-    trainer.forward = PartsForward(trainer.model, 32, 64, None, trees=whole.trees)
-    found = made.policy.forward_backward(made.data, "cross_entropy").result().selected
-    gradient = {name: p.grad.clone() for name, p in white_box.parameters(made.policy).items()}
-    made.policy.discard().result()
-    trainer.forward = whole
-    made.check_logprobs(found)
-    made.check_gradient(gradient)
-
-
 def test_sampler(made):
     """Sampled logprobs and scores are the trainer's, merged or not, and requests do not change one another's."""
     made.check_logprobs([sample.logprobs for sample in made.samples])
@@ -165,7 +149,6 @@ def test_path(made):
     base = made.policy.base
     assert ("own" if base.llama else base.known.decoding) == made.family.path
     assert (base.known.continues is not False) == (made.family.model_type not in NOT_CONTINUED)
-    assert (base.known.parts is not False) == (made.family.model_type not in NOT_IN_PARTS)
     settings = made.family.settings
     picked = settings.get("index_topk") or settings.get("keep_window_size") or LENGTH
     assert base.max_length == (48 if "longrope" in str(settings) else picked) or base.max_length == 2**20
