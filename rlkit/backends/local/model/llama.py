@@ -91,11 +91,16 @@ class Layer:
 
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, Saved]:
         """Return the residual stream, float32 [N, hidden], after this layer, and what ``backward`` wants."""
-        qkv, projected = self.project(x)
+        n, scale = self.norm(x, self.input_norm)
+        qkv, low = self.qkv(n)
+        raw = qkv if self.qk_norms is not None else None
         attended, saved = attention.forward(*self.heads_of(qkv, rope))
-        inner = self.up_to_down(x, attended)
-        out, low_down = self.output(inner)
-        return out, [x, *projected, *saved, attended, *inner, low_down]
+        middle, low_out = self.out(attended, x)
+        n, scale_middle = self.norm(middle, self.post_attention_norm)
+        gate_up, low_gate_up = self.gate_up(n)
+        out, low_down = self.down(_swiglu(gate_up), middle)
+        inner = [low_out, middle, scale_middle, gate_up, low_gate_up, low_down]
+        return out, [x, scale, low, raw, *saved, attended, *inner]
 
     def backward(
         self, grad: torch.Tensor, saved: Saved, rope: Tensors, attention: Attention, *, inputs: bool
@@ -112,44 +117,13 @@ class Layer:
         dx, before = self.backward_to_input(grad, dqkv, x, [scale, low, raw], inputs=inputs)
         return dx, [*before, *after]
 
-    # The parts of a layer. ``forward`` and ``backward`` call them for all tokens at once; what a micro-batch is too
-    # long for is computed by some tokens at a time, for which only attention needs the others' keys and values.
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-        """Return the product [N, (H + 2 H / G) D] of queries, keys and values, and what its backward needs."""
-        n, scale = self.norm(x, self.input_norm)
-        qkv, low = self.qkv(n)
-        return qkv, [scale, low, qkv if self.qk_norms is not None else None]
-
     def heads_of(self, qkv: torch.Tensor, rope: Tensors) -> Tensors:
-        """Return ``queries``, and ``keys_values``."""
-        return self.queries(qkv, rope), *self.keys_values(qkv, rope)
-
-    def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
-        """Return the scaled queries [N, H, D] with their positions."""
-        q = self._split(qkv)[0]
+        """Return scaled queries [N, H, D], keys and values [N, H / G, D]; queries and keys with their positions."""
+        q, k, v = self._split(qkv)
         if self.qk_norms is not None:
-            q = _norm(q, self.qk_norms[0], self.eps, q.dtype)[0]
+            q, k = (_norm(x, w, self.eps, x.dtype)[0] for x, w in zip((q, k), self.qk_norms, strict=True))
         # Scaled here: an attention gets N D numbers to scale, not N S scores.
-        return _rotate(q, rope).mul_(self.scaling)
-
-    def keys_values(self, qkv: torch.Tensor, rope: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys with their positions and values, [N, H / G, D] each."""
-        _, k, v = self._split(qkv)
-        if self.qk_norms is not None:
-            k = _norm(k, self.qk_norms[1], self.eps, k.dtype)[0]
-        return _rotate(k, rope), v
-
-    def up_to_down(self, x: torch.Tensor, attended: torch.Tensor) -> Saved:
-        """Return the values between attention and the last product: low_out, middle, scale, gate_up, low_gate_up."""
-        middle, low_out = self.out(attended, x)
-        n, scale = self.norm(middle, self.post_attention_norm)
-        return [low_out, middle, scale, *self.gate_up(n)]
-
-    def output(self, inner: Saved) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output from what ``up_to_down`` gave, and x A^T of the last product."""
-        _, middle, _, gate_up, _ = inner
-        return self.down(_swiglu(gate_up), middle)
+        return _rotate(q, rope).mul_(self.scaling), _rotate(k, rope), v
 
     def backward_to_attention(
         self, grad: torch.Tensor, attended: torch.Tensor, saved: Saved
@@ -159,7 +133,7 @@ class Layer:
         Args:
             grad: of the layer's output.
             attended: attention's output [N, H D].
-            saved: of ``up_to_down``, and x A^T of the last product, or None where it was not made.
+            saved: what ``forward`` kept of what comes after attention.
         """
         low_out, middle, scale, gate_up, low_gate_up, low_down = saved
         dtype = attended.dtype
@@ -174,7 +148,7 @@ class Layer:
         torch.mul(d, act, out=dgate_up[:, act.shape[1] :])
         self.silu_backward(d.mul_(up), gate, dgate_up[:, : act.shape[1]])
         act.mul_(up)
-        g_down = self.down.gradients(act, dy, self.down.low(act) if low_down is None else low_down, dlow)
+        g_down = self.down.gradients(act, dy, low_down, dlow)
         del d, act, gate, up
         d, dlow = self.gate_up.backward(dgate_up)
         n = self.normed(middle, scale, self.post_attention_norm)  # made again: [N, hidden] per layer would be kept
@@ -191,7 +165,7 @@ class Layer:
     def backward_to_projection(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
     ) -> torch.Tensor:
-        """Return the gradient of ``project``'s product from those of queries, keys and values."""
+        """Return the gradient of the product of queries, keys and values from theirs."""
         back = (rope[0], -rope[1])  # a rotation's transpose is the rotation by the negative angle
         dq, dk = _rotate(dq.mul_(self.scaling), back), _rotate(dk, back)
         if raw is not None and self.qk_norms is not None:
@@ -354,13 +328,6 @@ class FusedLayer(Layer):
         x = parts if self.qk_norms is None else fused_norm(parts, None, self.eps)[0]
         rotated = _rotate_fused(x[:, :count] * self._head_weight, rope, torch.empty_like(x[:, :count]))
         return rotated[:, : self.heads], rotated[:, self.heads :], parts[:, count:]
-
-    def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
-        return self.heads_of(qkv, rope)[0]
-
-    def keys_values(self, qkv: torch.Tensor, rope: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        _, k, v = self.heads_of(qkv, rope)
-        return k, v
 
     def backward_to_projection(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
