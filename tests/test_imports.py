@@ -104,8 +104,8 @@ def test_floors_of_the_local_backend():
         return 1 + max((floor(x) for x in edges[room] if x in edges), default=0)
 
     floors = {room.removeprefix("rlkit.backends.local"): floor(room) for room in edges}
-    below = {".products": 1, ".attention": 2, ".model": 3, ".cache": 4}
-    assert floors == {**below, ".training": 5, ".sampling": 6, "": 7, ".distributed": 8}
+    below = {".products": 1, ".attention": 2, ".model": 3, ".cache": 4, ".training": 4}
+    assert floors == {**below, ".sampling": 5, "": 6, ".distributed": 7}
 
 
 def test_the_local_backend_runs_without_its_extensions():
