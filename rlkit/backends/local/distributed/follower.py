@@ -6,8 +6,10 @@ Under torchrun the first ``Run`` or ``LocalBackend`` follows in every process bu
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -190,6 +192,7 @@ def follow(world: FollowerWorld) -> None:
             getattr(backends[number], kind)(header, list(tensors))
             if kind == "close":
                 del backends[number]
+                gc.collect()  # sharded modules are in cycles of references
 
 
 def _open(world: FollowerWorld, header: Mapping[str, Any]) -> dict[int, Follower]:
@@ -216,6 +219,10 @@ def follow_torchrun() -> None:
     store, told = join_torchrun(rank)
     if told:
         _follow_until_end(FollowerWorld(store, rank, size, **told))
+    if threading.current_thread() is not threading.main_thread():  # which would go on
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     raise SystemExit(0)
 
 

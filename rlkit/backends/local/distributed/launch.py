@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -40,9 +42,12 @@ __all__ = [
     "open_store",
 ]
 
+_log = logging.getLogger(__name__)
+
 FOR_EVER = timedelta(days=365)  # that an order may take to come: the user's loop thinks, or stands at a breakpoint
 SLACK = 30.0  # seconds that collectives wait longer than answers
 GRACE = 5.0  # seconds that a rank has to end
+_QUIET = 60.0  # seconds that ranks wait for rank 0 before they say so
 _CALL = "call"  # the key of torchrun's store by which rank 0 tells the others how to join
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What ranks other than 0 run. Their path is that of this process, set where nothing of the user's can hide Python's.
@@ -186,7 +191,10 @@ def join_torchrun(rank: int) -> tuple[dist.Store, dict[str, Any]]:
 
     torchrun's store outlasts a restart, so what is found there may be of an earlier start.
     """
-    store, seen, told = _torchrun_store(), b"", {}
+    warning = threading.Timer(_QUIET, _log.warning, ("rank %d has waited %g s for rank 0 to connect", rank, _QUIET))
+    warning.daemon = True
+    warning.start()
+    store, seen, told = _open_torchrun_store(FOR_EVER), b"", {}
     meeting: dist.Store | None = None
     while meeting is None or not meeting.check(["begun"]):
         said = store.get(_CALL)
@@ -195,6 +203,7 @@ def join_torchrun(rank: int) -> tuple[dist.Store, dict[str, Any]]:
             meeting = dist.PrefixStore(told.pop("name"), store)
             meeting.set(f"rank{rank}", "here")
         time.sleep(0.05)
+    warning.cancel()
     return meeting, told
 
 
@@ -204,7 +213,7 @@ def call_torchrun(size: int, start: float, told: Mapping[str, object]) -> dist.S
     Raises:
         RuntimeError: they took too long.
     """
-    store, name = _torchrun_store(), secrets.token_hex(8)
+    store, name = _open_torchrun_store(timedelta(seconds=start)), secrets.token_hex(8)
     store.set(_CALL, json.dumps({**told, "name": name}))
     meeting = dist.PrefixStore(name, store)
     _wait_for_ranks(meeting, size, start)
@@ -213,6 +222,11 @@ def call_torchrun(size: int, start: float, told: Mapping[str, object]) -> dist.S
     return meeting
 
 
-def _torchrun_store() -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=FOR_EVER))
+def _open_torchrun_store(within: timedelta) -> dist.Store:
+    told = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=within))
+    except (RuntimeError, ValueError) as error:
+        named = ", ".join(f"{name}={value}" for name, value in told.items())
+        raise RuntimeError(f"torchrun's store was not reached, or not all ranks came ({named}): {error}") from error
     return dist.PrefixStore("rlkit", store)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import os
 import threading
@@ -95,9 +96,10 @@ class Leader:
         self._sharded = bool(options.get("shard"))
         if self._sharded and place.type != "cpu" and not gpus:
             raise ConfigError("shard", f"got True on {place}", "a GPU for each process, or a CPU")
-        self._world = acquire(settings, "cuda" if gpus else "cpu")
+        if self._sharded:  # parts of closed policies, which cycles of references keep
+            gc.collect()
+        self._world, self._backend = acquire(settings, "cuda" if gpus else "cpu")
         self._device = place if gpus else torch.device("cpu")  # where what all sum lies
-        self._backend = next(self._world.numbers)
         self._numbers: weakref.WeakKeyDictionary[Snapshot, int] = weakref.WeakKeyDictionary()
         self._snapshots, self._keys = itertools.count(BASE + 1), itertools.count()
         self._inbox, self._stopped = threading.Lock(), False
@@ -106,7 +108,6 @@ class Leader:
         self._sent: dict[int, _Sent] = {}
         self._load = [0] * self.size  # tokens that each has to draw or to score
         self._spent = 0.0  # seconds that other backends have held the ranks until this one's last turn
-        self._closed = False
         try:
             self.policy = self._open({**options}, "cuda" if gpus else str(place), load)
             self._numbers[self.policy.bare] = BASE
@@ -127,10 +128,8 @@ class Leader:
 
     def close(self) -> None:
         """Leave the ranks; the last backend ends them. May be called twice."""
-        if self._closed or self._world.forked:
-            return
-        self._closed = True
-        release(self._world, self._backend)
+        if not self._world.forked:
+            release(self._world, self._backend)
 
     def _open(
         self,
@@ -256,11 +255,12 @@ class Leader:
             self._refuse(error)
 
     def stop(self) -> None:
-        """See ``Background``."""
+        """See ``Background``: also of a policy that was forgotten, and not closed."""
         with self._inbox:
             self._stopped = True
         self._refuse(BackendError("the local backend was closed before this was sampled"))
         self._scheduler.stop()
+        self.close()
 
     def _tick(self, parts: Sequence[Part]) -> None:
         spent = self._world.spent_by_others(self._backend)

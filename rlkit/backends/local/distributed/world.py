@@ -124,16 +124,14 @@ class World:
         size: how many, rank 0 included.
         broken: what has ended it, if anything has.
         group: for what all do together.
-        users: backends that are open.
-        numbers: names for backends.
+        users: names of the backends that are open.
     """
 
     def __init__(self, settings: Processes, device: str) -> None:
         check_free()
         self.settings, self.device, self.size = settings, device, settings.count
         self.broken: RankLost | None = None
-        self.users, self.numbers = 0, itertools.count(1)
-        self._orders = 0
+        self.users, self._names, self._orders = set[int](), itertools.count(1), 0
         self._groups: list[dist.ProcessGroup] = []
         self._lock, self._next = threading.Lock(), threading.Lock()
         self._spent = defaultdict[int, float](float)  # seconds that each backend has held the ranks
@@ -167,6 +165,12 @@ class World:
     def forked(self) -> bool:
         """Return whether this process was forked off the one that has the ranks."""
         return os.getpid() != self._process
+
+    def add_user(self) -> int:
+        """Return the name of a new backend."""
+        name = next(self._names)
+        self.users.add(name)
+        return name
 
     def check(self) -> None:
         """Raise RankLost where a rank is gone, BackendError in a process that was forked off."""
@@ -316,8 +320,8 @@ _worlds: weakref.WeakSet[World] = weakref.WeakSet()  # also those that have ende
 _opening = threading.Lock()
 
 
-def acquire(settings: Processes, device: str) -> World:
-    """Return the world of this process, begun if there is none, with one user more.
+def acquire(settings: Processes, device: str) -> tuple[World, int]:
+    """Return the world of this process, begun if there is none, and the name of one user more.
 
     Raises:
         ConfigError: there is one of another size, or of the process that this one was forked off.
@@ -338,16 +342,26 @@ def acquire(settings: Processes, device: str) -> World:
         elif _world.size != settings.count or _world.device != device:
             what = f"got {settings.count} on {device}, but this process has {_world.size} on {_world.device}"
             raise ConfigError("processes", what, "the same, or close the other backends first")
-        _world.users += 1
-        return _world
+        return _world, _world.add_user()
 
 
 def release(world: World, backend: int) -> None:
-    """Close a backend on all ranks; the last one ends those that rlkit started."""
+    """Close a backend on all ranks; the last one ends those that rlkit started. May be called twice.
+
+    In a thread of its own, which Ctrl-C does not interrupt: the next backend waits for it.
+    """
+    thread = threading.Thread(target=_release, args=(world, backend), name="rlkit-release")
+    thread.start()
+    thread.join()
+
+
+def _release(world: World, backend: int) -> None:
     global _world  # noqa: PLW0603  # as above
     with _opening:
-        world.users -= 1
-        if world.users == 0 and torchrun_world_size() is None:
+        if backend not in world.users:
+            return
+        world.users.remove(backend)
+        if not world.users and torchrun_world_size() is None:
             world.end()
             _world = None if _world is world else _world
             return

@@ -167,16 +167,6 @@ class MicroBatch:
         arguments = {"input_ids": tokens, "position_ids": at, "use_cache": False}
         return {**arguments, "attention_mask": masks.of(mask, at, at[0])}, index
 
-    @property
-    def padded(self) -> int:
-        """Return the tokens of ``rows`` with their padding."""
-        return len(self.runs) * max(run.end - run.begin for run in self.runs)
-
-    @property
-    def shares(self) -> bool:
-        """Return whether some tokens are of several sequences."""
-        return any(run.before for run in self.runs)
-
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
         lengths = [run.end - run.begin for run in self.runs]

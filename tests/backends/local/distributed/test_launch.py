@@ -13,8 +13,9 @@ import pytest
 
 import rlkit
 from rlkit.backends.local.distributed import Processes, world
+from rlkit.backends.local.distributed.launch import call_torchrun
 from rlkit.backends.local.distributed.settings import read_processes
-from tests.sockets import PROC, listening, open_to_others
+from tests.sockets import PROC, listening, open_to_others, refusing_port
 
 pytest.importorskip("peft")
 
@@ -192,6 +193,17 @@ def test_another_number_than_torchruns(monkeypatch):
             patch.setenv(name, "one")
             with pytest.raises(rlkit.ConfigError, match=f"{name} .*'one'"):
                 read_processes(None)
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    """Where another launcher than torchrun sets the variables, which may have started one rank alone."""
+    with refusing_port() as port:
+        there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for change, words in (({}, f"MASTER_PORT={port}, RANK=0, WORLD_SIZE=2"), ({"MASTER_PORT": "x"}, "MASTER_PORT=x")):
+        for name, text in {**there, **change}.items():
+            monkeypatch.setenv(name, text)
+        with pytest.raises(RuntimeError, match=words):
+            call_torchrun(2, 1.0, {})
 
 
 def test_other_backends_share_the_processes(connect):

@@ -181,6 +181,34 @@ why, _ = lost(lambda: train(first))  # and not with an answer to another questio
 assert "KeyboardInterrupt interrupted an exchange" in why, why
 first.close()
 """,
+    "closed by Ctrl-C, or forgotten": """
+import gc
+from rlkit.backends.local.distributed import world
+
+first = connect(lora=rlkit.Lora(rank=2), seed=0)
+train(first)
+end = world.World.end
+
+def interrupted(self):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    end(self)
+
+world.World.end = interrupted
+try:
+    first.close()
+except KeyboardInterrupt:
+    world.World.end = end
+first.close()
+second = connect(lora=rlkit.Lora(rank=2), seed=0)
+train(second)
+del second
+gc.collect()
+until = time.monotonic() + 30
+while ranks_of(os.getpid()):
+    assert time.monotonic() < until
+    time.sleep(0.05)
+""",
     "a rank that raises": """
 from rlkit.backends.local.distributed import launch
 
