@@ -134,12 +134,13 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None
     if mesh is not None and free is not None:
         free -= base.nbytes // mesh.size()
     tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base, free))
-    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, library=sharded)
+    forward = training_forward(peft, base, tokens)
     if mesh is not None:
+        forward.head_splits(base.probe.tokens[:8])  # tried here, since ranks compute layers in one order afterwards
         base = resolve_name("rlkit.backends.local.distributed.shard:shard")(base, peft, mesh, device)
     trainer = LocalTrainer(peft, base.device, tokens, forward)
-    how = "rlkit's own forward" if base.llama else "the library's modules"
-    _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, tokens)
+    how = "trees" if base.trees else "rows"
+    _log.info("training on %s in %s: %s of %d tokens at once", base.device, dtype, how, tokens)
     # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
     small = base.nbytes < COPIED_UNDER and dtype == "float32"
     merge, copies = small if options.merge == "auto" else bool(options.merge), int(options.merged_copies or 1)

@@ -67,7 +67,7 @@ class LocalCritic(InProcessCritic):
         self._settings = {"model": resolved.model, "dtype": dtype, "micro_batch_tokens": tokens}
         peft = with_adapter(base, lora, adapter_seed(lora, resolved.entropy), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
-        forward = training_forward(peft, base, lora.alpha / lora.rank, tokens)
+        forward = training_forward(peft, base, tokens)
         self._trainer = LocalTrainer(peft, base.device, tokens, forward, peft.value_head)
         version = 0
         if saved is not None:

@@ -39,15 +39,19 @@ def trained(policy):
 
 
 def forwards(policy):
-    """The forward that trains, and the library's on every datum by itself; each one in its place while it is used."""
-    from rlkit.backends.local.model.forward import LibraryForward
+    """The forward that trains, and peft's own modules on every datum by itself; each in its place while it is used."""
+    from rlkit.backends.local.training.forward import TrainingForward
 
     trainer = policy._trainer
-    forward = trainer.forward
-    for used in (forward, LibraryForward(trainer.model, trees=False)):
-        trainer.forward = used
-        yield used
-    trainer.forward = forward
+    forward, config = trainer.forward, trainer.model.config
+    yield forward
+    attention, config._attn_implementation = config._attn_implementation, "eager"
+    installed = [(m, vars(m).pop("forward")) for m in trainer.model.modules() if "forward" in vars(m)]
+    trainer.forward = TrainingForward(trainer.model, 10**9, windows=None)
+    yield trainer.forward
+    trainer.forward, config._attn_implementation = forward, attention
+    for module, compute in installed:
+        module.forward = compute
 
 
 def allow_float64(monkeypatch):

@@ -7,11 +7,6 @@ lengths, and for the runs of a prefix tree.
 Trees: the tokens of a micro-batch lie one after the other, [N]; a run is some of them in a row that continue what is at
 the places ``before``. The products are made run by run, so that the pairs which a mask would throw away are never
 computed, and the weights are computed again in the backward pass, so that they are never kept.
-
-In training, attention of the library's modules over a tree is ``recomputed_attention``. A block of queries is computed
-at a time, and again in the backward pass; keys that none of them sees are left out. On a CPU that takes less time than
-a kernel which computes all pairs with a mask. Where torch has no kernel (capped scores, attention sinks), the library's
-own attention would keep several numbers of every pair of tokens and head.
 """
 
 from __future__ import annotations
@@ -24,15 +19,11 @@ from typing import TypeVar
 import attrs
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedConfig
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedConfig
 
-from rlkit._fallback import NotSupportedHere
 from rlkit.backends.local.products.lora_linear import upcast
 
 __all__ = [
-    "RECOMPUTED",
     "LayerMasks",
     "Segment",
     "TreeAttention",
@@ -41,7 +32,6 @@ __all__ = [
     "context",
     "layer_windows",
     "narrowed",
-    "recomputed_attention",
     "shorten",
     "spans",
     "thresholds",
@@ -335,10 +325,20 @@ class TreeAttention:
         heads: of the queries.
         key_heads: of keys and values; ``heads // key_heads`` query heads read the same one.
         window: of the layers that it is for; keys before the windows of all queries at once are left out.
+        cap: c tanh(s / c) instead of the scores s (Gemma 2, arXiv 2408.00118).
+        sinks: [H], a score of each head that takes its share of the weights and gives nothing (arXiv 2309.17453).
     """
 
-    def __init__(self, runs: Sequence[Segment], heads: int, key_heads: int, window: Window | None = None) -> None:
-        self._runs, self._window = runs, window
+    def __init__(
+        self,
+        runs: Sequence[Segment],
+        heads: int,
+        key_heads: int,
+        window: Window | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._runs, self._window, self._cap, self._sinks = runs, window, cap, sinks
         self._key_heads = key_heads
         self._group = heads // key_heads
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -346,34 +346,37 @@ class TreeAttention:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Map q [N, H, D], already scaled, k and v [N, H / G, D] to [N, H D], and what ``backward`` needs."""
+        """Map q [N, H, D], scaled, k [N, H / G, D] and v [N, H / G, E] to [N, H E], and what ``backward`` needs."""
         q, k, v = self._stacked(q), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        out, wide = torch.empty_like(q), upcast(q)
+        out, wide = q.new_empty(*q.shape[:2], v.shape[2]), upcast(q)
         for run in self._runs:
             keys, values = (_at(x, run.places) for x in (k, v))
-            for tile, weights in self._weights(run, wide, keys):
+            for tile, weights, _ in self._weights(run, wide, keys):
                 out[tile.heads, tile.rows] = weights.to(v.dtype) @ values[tile.heads, tile.keys]
         return self._flat(out), (q, k, v)
 
     def backward(
         self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v from that of the output [N, H D]."""
+        """Return the gradients of q, k and v from that of the output [N, H E]."""
         # Of one tile: o = p v with p = softmax(s) and s = q k^T. From do: dv = p^T do, dp = do v^T,
-        # ds = p * (dp - sum(dp * p)), dq = ds k, dk = ds^T q. Keys that several tiles see get the sum of theirs.
+        # ds = p * (dp - sum(dp * p)), dq = ds k, dk = ds^T q. Keys that several tiles see get the sum of theirs. A cap
+        # has the slope 1 - tanh^2; a sink's value is 0, and so it only makes p smaller.
         q, k, v = saved
-        grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
+        grad = self._stacked(grad.view(grad.shape[0], -1, v.shape[2]))
         dq, wide = torch.empty_like(q), upcast(q)
         dk, dv = torch.zeros_like(upcast(k)), torch.zeros_like(upcast(v))
         for run in self._runs:
             keys, values = (_at(x, run.places) for x in (k, v))
             dkeys, dvalues = (torch.zeros_like(upcast(x)) for x in (keys, values))
-            for tile, weights in self._weights(run, wide, keys):
+            for tile, weights, slope in self._weights(run, wide, keys):
                 heads, rows, seen = tile.heads, tile.rows, tile.keys
                 above, weights = grad[heads, rows], weights.to(v.dtype)
                 dvalues[heads, seen] += weights.transpose(1, 2) @ above
                 scores = above @ values[heads, seen].transpose(1, 2)
                 scores.sub_((scores * weights).sum(-1, keepdim=True)).mul_(weights)
+                if slope is not None:
+                    scores.mul_(slope)
                 dq[heads, rows] = scores @ keys[heads, seen]
                 dkeys[heads, seen] += scores.transpose(1, 2) @ q[heads, rows]
             _add(dk, run.places, dkeys)
@@ -385,8 +388,10 @@ class TreeAttention:
             dv.transpose(0, 1),
         )
 
-    def _weights(self, run: Segment, q: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[_Tile, torch.Tensor]]:
-        """Yield a run's tiles and the softmax [heads, rows, keys] of each, in float32.
+    def _weights(
+        self, run: Segment, q: torch.Tensor, keys: torch.Tensor
+    ) -> Iterator[tuple[_Tile, torch.Tensor, torch.Tensor | None]]:
+        """Yield a run's tiles, the softmax [heads, rows, keys] of each in float32, and the slope of a cap.
 
         Args:
             run: the run that the queries belong to.
@@ -404,13 +409,26 @@ class TreeAttention:
             for some in _parts(self._key_heads, SCORES // size, 1):
                 heads = slice(*some)
                 scores = q[heads, rows] @ keys[heads, seen].transpose(1, 2)
+                slope = None
+                if self._cap is not None:
+                    scores.div_(self._cap).tanh_()
+                    slope = 1 - scores.square()
+                    scores.mul_(self._cap)
                 if least > 0:
                     scores += self._mask(position, last - first, low, q.device)
                 else:
                     # No window hides a key: all before ``position`` are seen by every query of the tile, and which of
                     # the others are is the same at every position.
                     scores[:, :, position:] += self._mask(0, last - first, 0, q.device)
-                yield _Tile(heads, rows, seen), torch.softmax(scores, dim=-1)
+                yield _Tile(heads, rows, seen), self._softmax(scores, heads), slope
+
+    def _softmax(self, scores: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Return the weights of keys from scores [heads, rows, keys]."""
+        if self._sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self._sinks.to(scores.dtype).view(self._key_heads, 1, self._group)[heads]
+        column = sinks.expand(-1, scores.shape[1] // self._group, -1).reshape(*scores.shape[:2], 1)
+        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
     def _lowest(self, *positions: int) -> tuple[int, ...]:
         """Return the first position that is seen from each."""
@@ -463,78 +481,3 @@ def _add(x: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None
     for s in places:
         x[:, s] += values[:, start : start + s.stop - s.start]
         start += s.stop - s.start
-
-
-RECOMPUTED = "rlkit_recomputed"
-RECOMPUTED_QUERIES = 128  # at once
-
-
-def recomputed_attention(
-    _: object,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **__: object,
-) -> tuple[torch.Tensor, None]:
-    """Return the attention's output [B, T, H, D], and no weights.
-
-    Args:
-        query: [B, H, T, D].
-        key, value: [B, H / G, S, D].
-        attention_mask: which keys are seen, bool [B, 1, T, S]; None for those up to the query's own (T = S).
-        scaling: of the scores; None is D ** -0.5.
-        softcap: c tanh(scores / c) instead of the scores.
-        s_aux: the scores [H] of attention sinks.
-    """
-    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    parts = []
-    for first in range(0, query.shape[2], RECOMPUTED_QUERIES):
-        part = slice(first, min(first + RECOMPUTED_QUERIES, query.shape[2]))
-        if attention_mask is None:
-            keys: torch.Tensor | slice = slice(part.stop)
-            visible = torch.ones(part.stop - first, part.stop, dtype=torch.bool, device=query.device).tril(first)
-        elif attention_mask.dtype != torch.bool:
-            raise NotSupportedHere("the model builds its own attention mask")
-        else:
-            visible = attention_mask[:, :, part]
-            keys = _seen(visible)
-            visible = visible[..., keys]
-        arguments = (query[:, :, part], key, value, visible, keys, softcap, s_aux)
-        parts.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    keys: torch.Tensor | slice,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    rows, heads, length, _ = query.shape
-    key, value = key[:, :, keys], value[:, :, keys]
-    stacked = upcast(query).reshape(rows, key.shape[1], -1, query.shape[3])  # queries of one key head, as rows
-    scores = (stacked @ upcast(key).transpose(-1, -2)).view(rows, heads, length, -1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(rows, -1, length, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype)
-    out = weights.reshape(rows, key.shape[1], -1, key.shape[2]) @ value
-    return out.view(rows, heads, length, value.shape[3])
-
-
-def _seen(visible: torch.Tensor) -> torch.Tensor | slice:
-    """Return the keys that some query sees; all on a GPU, which would have to wait for the answer."""
-    return visible.flatten(0, 2).any(0).nonzero()[:, 0] if visible.device.type == "cpu" else slice(None)
-
-
-AttentionInterface.register(RECOMPUTED, recomputed_attention)
-AttentionMaskInterface.register(RECOMPUTED, sdpa_mask)

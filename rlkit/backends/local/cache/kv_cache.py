@@ -9,7 +9,6 @@ libraries split a sum by its length, each in its own way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
 
 import attrs
 import numpy as np
@@ -490,7 +489,7 @@ class CachedAttention:
         self._kv_cache, self._layer, self._mask, self._shape, self._shared = kv_cache, layer, mask, shape, shared
         self._matmul = mask.device.type == "cpu"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Map q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
         q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         keys, values = self._kv_cache.update(k, v, self._layer)
@@ -498,11 +497,7 @@ class CachedAttention:
             out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
         else:
             out = sdpa_attention(q, keys, values, self._mask)
-        return out.flatten(0, 1).flatten(1), ()
-
-    def backward(self, *_: object) -> NoReturn:
-        """Raise an error, since samples have no gradient."""
-        raise NotImplementedError("attention over the KV cache has no backward pass; use it for sampling only")
+        return out.flatten(0, 1).flatten(1)
 
 
 @attrs.frozen(eq=False)
@@ -534,13 +529,7 @@ class CachedTokens:
         ]
         return self.tokens.flatten(), self.positions.flatten(), attentions, self.index
 
-    def for_library(
-        self,
-        device: torch.device,  # noqa: ARG002
-        masks: LayerMasks,
-        *,
-        trees: bool,  # noqa: ARG002
-    ) -> tuple[dict[str, object], torch.Tensor]:
+    def for_library(self, masks: LayerMasks) -> tuple[dict[str, object], torch.Tensor]:
         """See ``Inputs.for_library``."""
         mask = masks.of(self.mask, self.positions[: self.mask.shape[0]])
         arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}

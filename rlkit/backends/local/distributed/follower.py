@@ -110,7 +110,6 @@ class Follower:
         flat = flatten(self._parameters, self._parameters).to(self._shared)
         dist.broadcast(flat, 0, group=self._world.group)
         load_flat(flat, self._parameters)
-        self._trainer.forward.prepare()
 
     def snapshot(self, header: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
         """Take a snapshot of the adapter."""

@@ -21,13 +21,22 @@ from rlkit._fallback import REFUSALS, Outcome, try_path
 from rlkit._runtime import warn
 from rlkit.backends.early import device_of
 from rlkit.backends.hub import hub_source
-from rlkit.backends.local.attention.tree import Segment, TreeAttention, announced, context, layer_windows, shorten
+from rlkit.backends.local.attention.tree import (
+    Segment,
+    TreeAttention,
+    Window,
+    announced,
+    context,
+    layer_windows,
+    shorten,
+)
 from rlkit.backends.local.model.hub import hub_id, located, model_path
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.memory import KVAccount, to_device
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import (
     SLOTS,
+    TREES,
     WHOLE,
     Passed,
     Probe,
@@ -63,13 +72,11 @@ class Known:
             "request" at a time; or "whole" for each token.
         continues: whether that cache goes on after a prompt that was computed before.
         cache: its class.
-        trees: whether a micro-batch is computed as a tree.
     """
 
     decoding: Literal["slots", "cache", "request", "whole"] | None = None
     continues: bool | None = None
     cache: type[DynamicCache] | None = None
-    trees: bool | None = None
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -79,7 +86,7 @@ class Base:
     Attributes:
         max_length: tokens at most of a sequence that is trained or sampled.
         probe: tokens that ways to compute it are compared on.
-        llama: whether ``Llama`` computes what the library does.
+        llama: whether ``Llama`` computes what the library does, and so samples.
         linear: names of the linear modules that an adapter on has its effect.
         known: what was found out about the library's modules of it.
         passed: checks that need not be made.
@@ -154,10 +161,20 @@ class Base:
         return str(self.model.config.get_text_config().model_type)
 
     @property
+    def windows(self) -> list[Window | None] | None:
+        """Return ``layer_windows`` of the part that reads text."""
+        return layer_windows(self.model.config.get_text_config())
+
+    @property
+    def trees(self) -> bool:
+        """Return whether what sequences begin with is computed once in training, as tests show of its architecture."""
+        return self.kind in TREES and self.windows is not None
+
+    @property
     def plain(self) -> bool:
         """Return whether it may follow a mask and positions: nothing known forbids it, and the rest can be tried."""
         tried = self.probe.beyond and (self.probe.exact or self.kind in SLOTS)
-        return tried and layer_windows(self.model.config.get_text_config()) is not None
+        return tried and self.windows is not None
 
     @property
     def nbytes(self) -> int:
@@ -286,7 +303,7 @@ def _llama_agrees(base: Base) -> bool:
     if windows is None or (any(windows) and not base.probe.beyond):
         return False
     fuse_layers(base.model)
-    slower = "the library's forward computes it: sampling and training are slower"
+    slower = "the library's forward computes it: sampling is slower"
     return base.tries("rlkit's own forward", _same_logits, slower)
 
 
@@ -298,7 +315,8 @@ def _same_logits(base: Base) -> Outcome:
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
     runs = [Segment(0, n)]
-    attentions = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
+    trees = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
+    attentions = [lambda q, k, v, tree=tree: tree.forward(q, k, v)[0] for tree in trees]
     tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
     hidden = llama.hidden(tokens, positions, attentions, places)
     logits = Unembedding(output_embedding(model)).logits(hidden)

@@ -2,7 +2,7 @@
 
 Logits of every token of a micro-batch would be [n, V] in memory, and their gradient once more. Where they are many, at
 most ``CHUNK`` rows of them exist at once. ``read_in_chunks`` computes each chunk without keeping anything, and again in
-the backward pass. Logprobs alone are cheaper: see ``Unembedding.logprobs``.
+the backward pass.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.backends.local.products.lora_linear import LoraPair, keep_address, upcast
-from rlkit.backends.local.products.prepacked import Weight, matmul, plain_matmul, prepack
+from rlkit.backends.local.products.prepacked import Weight, matmul, prepack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,19 +73,16 @@ class Unembedding:
     """The output embedding without a bias, and its LoRA.
 
     Args:
-        weight: [V, hidden], in float32 at least, or as ``mixed.wide_matmul`` takes it.
-        pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
-        scale: of the adapter.
+        weight: [V, hidden], in float32 at least, or as ``wide_matmul`` takes it.
     """
 
-    def __init__(self, weight: torch.Tensor, pair: LoraPair | None = None, scale: float = 0.0) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
-        self.a: torch.Tensor | None = None if pair is None else pair[0]
-        self.b: torch.Tensor | None = None if pair is None else pair[1]
-        self._scale = scale
+        self.a: torch.Tensor | None = None  # of an adapter that is not merged
+        self.b: torch.Tensor | None = None
+        self._scale = 0.0
         self._packed: Weight = weight  # what ``logits`` multiplies by, with the adapter merged into it or not
         self._merged = False
-        self._buffer: torch.Tensor | None = None
 
     @property
     def weights(self) -> list[Weight]:
@@ -95,7 +91,7 @@ class Unembedding:
 
     @torch.no_grad()
     def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool, in_place: bool) -> None:
-        """Take a copy of another adapter, or of the weight with it, for ``logits`` alone.
+        """Take a copy of an adapter, or of the weight with it.
 
         ``packed`` is the weight itself, prepacked where that is worth it. ``in_place``: the next merged copy, also of
         the weight alone, is written to the address of the one before.
@@ -118,109 +114,6 @@ class Unembedding:
         if self.a is None or self.b is None:
             return y
         return y + (hidden @ self.a.t()) @ self.b.t() * self._scale
-
-    def logprobs(self, hidden: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-        """Return the logprobs [n] of the tokens ``ids`` [n] after ``hidden`` [n, hidden].
-
-        Its backward pass needs no logits: see ``_Logprobs``.
-        """
-        pair = [self.a, self.b]
-        if not torch.is_grad_enabled():  # or the adapter would ask for what the backward pass needs
-            pair = [None if x is None else x.detach() for x in pair]
-        rows = min(CHUNK, ids.numel())
-        if self._buffer is None or self._buffer.shape[0] < rows:
-            self._buffer = None  # reused, as page-faulting a fresh one costs more than the softmax
-            self._buffer = upcast(hidden.new_empty(rows, self.weight.shape[0]))
-        rest = self.weight, self._scale, ids, temperatures, self._buffer
-        out: torch.Tensor = _Logprobs.apply(hidden, *pair, *rest)
-        return out
-
-
-class _Logprobs(torch.autograd.Function):
-    # Of one token: logits z = (W + s B A) h / T, p = softmax(z), out = log p[t]. As d out / dz = e_t - p,
-    #   d out / dh = (W[t] - p W) / T + s (B[t] - p B) / T A,
-    #   d out / dA = s (B[t] - p B)^T / T h^T,      d out / dB = s (e_t - p) / T (A h)^T.
-    # The first two are known as soon as p is, and are [hidden] and [r] numbers instead of [V]: the forward pass keeps
-    # them (``slope``, ``low_slope``; 1 / T comes with the gradient). Only dB needs p in the backward pass, where it is
-    # kept if there are few numbers, else recomputed.
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        hidden: torch.Tensor,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
-        weight: torch.Tensor,
-        scale: float,
-        ids: torch.Tensor,
-        temperatures: torch.Tensor | None,
-        buffer: torch.Tensor,
-    ) -> torch.Tensor:
-        n = ids.numel()
-        out, slope = hidden.new_empty(n), torch.empty_like(hidden)
-        low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
-        kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
-        for part in _chunks(n):
-            out[part], p, total = _softmax(
-                buffer, hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part)
-            )
-            if not any(ctx.needs_input_grad[:3]):
-                continue
-            multiply = plain_matmul if p.dtype == weight.dtype else matmul
-            slope[part] = weight[ids[part]] - multiply(p, weight.t()).div_(total)
-            if low_slope is not None and a is not None and b is not None:
-                low_slope[part] = (b[ids[part]] - (p @ b).div_(total)) * scale
-                slope[part] += low_slope[part] @ a
-            if kept is not None:
-                kept.append(p / total)
-        ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
-        ctx.scale, ctx.kept, ctx.buffer = scale, kept, buffer
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
-        g = (grad if temperatures is None else grad / temperatures)[:, None]
-        if a is None:
-            return slope * g, *[None] * 7
-        da = (low_slope * g).t() @ hidden
-        low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
-        db = torch.zeros_like(b).index_add_(0, ids, low)
-        for k, part in enumerate(_chunks(ids.numel())):
-            if ctx.kept is not None:
-                p = ctx.kept[k]
-            else:
-                warm = _part(temperatures, part)
-                _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
-                p.div_(total)
-            db.addmm_(p.t(), low[part], alpha=-1)
-        ctx.kept = None
-        return slope * g, da, db, *[None] * 5
-
-
-def _softmax(
-    buffer: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    scale: float,
-    ids: torch.Tensor,
-    temperatures: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logprobs [n] of ``ids``, and in ``buffer`` the probabilities [n, V], up to their sums [n, 1]."""
-    if weight.dtype == hidden.dtype:
-        logits = torch.mm(hidden, weight.t(), out=buffer[: ids.numel()])
-    else:
-        logits = matmul(hidden, weight)
-    if a is not None and b is not None:
-        logits.addmm_(hidden @ a.t(), b.t(), alpha=scale)
-    if temperatures is not None:
-        logits.div_(temperatures[:, None])
-    logits.sub_(logits.amax(1, keepdim=True))
-    chosen = logits.gather(1, ids[:, None])
-    total = logits.exp_().sum(1, keepdim=True)
-    return (chosen - total.log())[:, 0], logits, total
 
 
 def read_in_chunks(

@@ -42,6 +42,7 @@ __all__ = [
     "BATCHED",
     "NOT_CONTINUED",
     "SLOTS",
+    "TREES",
     "WHOLE",
     "Passed",
     "Probe",
@@ -191,6 +192,7 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 _FAMILIES = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text("utf-8"))
 _KEYS = "slots", "batched", "whole", "not_continued"
 SLOTS, BATCHED, WHOLE, NOT_CONTINUED = (frozenset[str](_FAMILIES[key]) for key in _KEYS)
+TREES = SLOTS | {"llama", "mistral", "qwen2", "qwen3"}  # trained as trees, as tests/models shows
 
 
 @attrs.frozen(eq=False)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from rlkit.backends.local.products import prepacked
-from rlkit.backends.local.products.prepacked import Prepacked, Weight, matmul, plain_matmul, prepack, torch_matmul
+from rlkit.backends.local.products.prepacked import Prepacked, Weight, matmul, prepack, torch_matmul
 from rlkit.errors import BackendError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LoraLinear:
     >>> import torch
     >>> one = LoraLinear(torch.eye(2), None, [2], [(torch.ones(1, 2), torch.ones(2, 1))], scale=0.5)
     >>> one.prepare()
-    >>> one(torch.tensor([[1.0, 2.0]]))[0]
+    >>> one(torch.tensor([[1.0, 2.0]]))
     tensor([[2.5000, 3.5000]])
     """
 
@@ -48,7 +48,6 @@ class LoraLinear:
     ) -> None:
         self.weight, self.bias, self._sizes = weight, bias, sizes
         self.packed: Weight | None = None  # what calls multiply by instead, with the adapters merged or separate
-        self._matmul = plain_matmul
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
         self.attach(pairs, scale)
@@ -59,7 +58,6 @@ class LoraLinear:
         starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
         parts = zip(starts, self._sizes, pairs, strict=True)
         self._pairs = [(slice(start, start + size), *pair) for start, size, pair in parts if pair is not None]
-        self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
 
     @torch.no_grad()
     def prepare(self, packed: Weight | None = None) -> None:
@@ -68,14 +66,14 @@ class LoraLinear:
         ``packed`` is the weight itself, for sampling, prepacked where that is worth it.
         """
         self.packed = packed if isinstance(packed, Prepacked) else None
-        self._matmul = plain_matmul if packed is None else torch_matmul
         if not self._pairs:
             self.a = self.b = None
             return
         stacked = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
-        blocks = stacked.new_zeros(self.weight.shape[0], stacked.shape[0])
-        for outputs, ranks, _, b in self._blocks():
-            blocks[outputs, ranks] = (b * self.scale).to(blocks.dtype)
+        blocks, start = stacked.new_zeros(self.weight.shape[0], stacked.shape[0]), 0
+        for outputs, a, b in self._pairs:
+            blocks[outputs, start : start + a.shape[0]] = (b * self.scale).to(blocks.dtype)
+            start += a.shape[0]
         self.a, self.b = keep_address(stacked, self.a), keep_address(blocks, self.b)
 
     @torch.no_grad()
@@ -89,7 +87,7 @@ class LoraLinear:
             for outputs, a, b in self._pairs:
                 merged[outputs].addmm_(b.float(), a.float(), alpha=self.scale)
         self.packed = prepack(merged.to(self.weight.dtype), place)
-        self._pairs, self.parameters, self.a, self.b = [], [], None, None
+        self._pairs, self.a, self.b = [], None, None
 
     @property
     def weights(self) -> list[Weight]:
@@ -97,10 +95,8 @@ class LoraLinear:
         weight = self.weight if self.packed is None else self.packed
         return [x for x in (weight, self.a, self.b) if x is not None]
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map [N, in] to [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [N, in] to [N, out]; ``residual`` [N, out] is added."""
         if residual is not None and self._adds_in_float32(x, residual):
             return self._onto(residual, x)
         # The product adds one summand for free: a residual of its dtype, or else the bias. Prepacked ones add none.
@@ -109,61 +105,23 @@ class LoraLinear:
             y = matmul(x, self.packed)
             y = y if self.bias is None else y.add_(self.bias)
         else:
-            y = self._matmul(x, self.weight, residual if fits else self.bias)
-        low = self.low(x)
-        if low is not None and self.b is not None:
-            y.addmm_(low, self.b.t())
-        return (y if fits or residual is None else residual + y), low
+            y = torch_matmul(x, self.weight, residual if fits else self.bias)
+        if self.a is not None and self.b is not None:
+            y.addmm_(x @ self.a.t(), self.b.t())
+        return y if fits or residual is None else residual + y
 
     def _adds_in_float32(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         wide = x.dtype == torch.bfloat16 and residual.dtype == torch.float32 and self.bias is None
         return wide and prepacked.works(x.device)
 
-    def _onto(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add all to a residual in float32, where a product can do that."""
         weight = self.weight if self.packed is None else self.packed
         assert isinstance(weight, torch.Tensor), "weights can be prepacked on CPUs only"  # noqa: S101
         y = prepacked.add_product(residual, x, weight.t())
-        low = self.low(x)
-        return (y if low is None or self.b is None else prepacked.add_product(y, low, self.b.t())), low
-
-    def low(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return x A^T alone."""
-        return None if self.a is None else self._matmul(x, self.a)
-
-    # Below, dy is the gradient of y = x W^T + low (sB)^T where low = x A^T, so that
-    #   dlow = dy (sB),  dx = dy W + dlow A,  dA = dlow^T x,  dB = s dy^T low.
-
-    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return dx and dlow."""
-        dx, dlow = plain_matmul(dy, self.weight.t()), self.backward_low(dy)
-        if dlow is not None and self.a is not None:
-            dx.addmm_(dlow, self.a)
-        return dx, dlow
-
-    def backward_low(self, dy: torch.Tensor) -> torch.Tensor | None:
-        """Return dlow alone."""
-        return None if self.b is None else plain_matmul(dy, self.b.t())
-
-    def gradients(
-        self, x: torch.Tensor, dy: torch.Tensor, low: torch.Tensor | None, dlow: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """Return the gradients of ``parameters``, in their dtype."""
-        if low is None or dlow is None:
-            return []
-        da = dlow.t() @ x  # of all modules at once: their A read the same x, and lie one above the other
-        gradients = []
-        for outputs, ranks, a, b in self._blocks():
-            gradients.append(da[ranks].to(a.dtype))
-            gradients.append((dy[:, outputs].t() @ low[:, ranks]).to(b.dtype).mul_(self.scale))
-        return gradients
-
-    def _blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-        """Yield outputs, ranks, A and B of each adapter."""
-        start = 0
-        for outputs, a, b in self._pairs:
-            yield outputs, slice(start, start + a.shape[0]), a, b
-            start += a.shape[0]
+        if self.a is None or self.b is None:
+            return y
+        return prepacked.add_product(y, x @ self.a.t(), self.b.t())
 
 
 def adapter_of(model: PeftModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -5,63 +5,50 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlkit._fallback import Outcome
-from rlkit.backends.local.attention.tree import RECOMPUTED
+from rlkit.backends.local.attention.tree import Segment, Window
 from rlkit.backends.local.model.base import Base, use_attention
-from rlkit.backends.local.model.forward import Forward, LibraryForward, LlamaForward
-from rlkit.backends.local.model.llama import recomputed
-from rlkit.backends.local.products.lora_linear import adapter_of
-from rlkit.backends.local.training.micro_batches import pack
+from rlkit.backends.local.model.forward import LibraryModel
+from rlkit.backends.local.model.memory import to_device
+from rlkit.backends.local.model.output_head import read_in_chunks, read_logits
+from rlkit.backends.local.products.linear import install, widen
+from rlkit.backends.local.training._attention import TREE, Tree
+from rlkit.backends.local.training.micro_batches import MicroBatch
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.types import Datum, Lora
 
-__all__ = ["OwnLogprobs", "RecomputingForward", "layers_of", "loud", "training_forward"]
+__all__ = ["OwnLogprobs", "TrainingForward", "layers_of", "loud", "training_forward"]
 
 
-def training_forward(model: Any, base: Base, scale: float, budget: int, *, library: bool = False) -> Forward:
-    """Return rlkit's own forward where it computes what the library's does, else the library's.
+def training_forward(model: Any, base: Base, budget: int) -> TrainingForward:
+    """Return the forward pass of a peft model, and make its modules compute as it wants them to.
 
     Args:
         model: the peft model.
         base: what it adapts.
-        scale: of its adapters.
         budget: tokens; a micro-batch of more keeps what goes into each layer, which is computed again.
-        library: whether the library's modules compute it, whatever it is, as ``shard=True`` needs.
     """
-    if base.llama and not library:
-        return LlamaForward(base, adapter_of(model), scale, budget)
-    trees = _computed_as_tree(base)
-    if trees and _recomputes(model, base):
-        use_attention(model, RECOMPUTED)
-    forward = RecomputingForward(model, budget, trees=trees)
-    if library:
-        forward.head_splits(torch.as_tensor(base.probe.tokens[:8], device=base.device))  # here: it calls layers twice
+    install(model)
+    forward = TrainingForward(model, budget, windows=base.windows if base.trees else None)
+    if base.trees:
+        use_attention(model, TREE)
+    if base.llama and base.model.dtype == torch.bfloat16:
+        widen(model, forward.layers, partial(_head_of, base, forward))
     return forward
 
 
-def _computed_as_tree(base: Base) -> bool:
-    """Return whether the library's modules compute a micro-batch as a tree."""
-    if base.known.trees is None:
-        slower = "a prefix that sequences share is computed once for each of them"
-        base.known.trees = base.tries("a tree of sequences", _trees_agree, slower, eligible=base.plain)
-    return base.known.trees
-
-
-def _recomputes(model: Any, base: Base) -> bool:
-    """Return whether a tree's attention is computed block by block: on a CPU, and where torch has no kernel for it.
-
-    Models that compute attention by themselves take no other; they keep their own.
-    """
-    eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
-    return (eager or base.device.type == "cpu") and bool(model.is_backend_compatible())
+def _head_of(base: Base, forward: TrainingForward) -> torch.Tensor:
+    """Return the weight of the output head; of weights that are shared out the model is elsewhere than the base."""
+    return base.head.to(forward.device)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -71,58 +58,73 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
-class RecomputingForward(LibraryForward):
-    """The library's forward, which keeps nothing but what goes into each layer of more than ``budget`` tokens.
+class TrainingForward(LibraryModel):
+    """The forward pass of micro-batches. Of more than ``budget`` tokens nothing is kept but what goes into each layer.
 
     So the memory of a layer is needed for one layer at a time (arXiv 1604.06174), but for all tokens at once. The
     library does this in training mode only; here modules stay in eval mode, and so the numbers are the same.
 
     Args:
-        model, trees: see ``LibraryForward``.
+        model: peft's, which trains its adapter.
         budget: tokens.
+        windows: of each layer of a model whose attention is ``TREE``; None computes every sequence as a row.
+
+    Attributes:
+        shares: whether what sequences of a micro-batch begin with is computed once.
+        layers: of the model.
     """
 
-    def __init__(self, model: Any, budget: int, *, trees: bool) -> None:
-        super().__init__(model, trees=trees)
-        self._budget, self._layers = budget, layers_of(model)
+    def __init__(self, model: Any, budget: int, *, windows: Sequence[Window | None] | None) -> None:
+        super().__init__(model)
+        self.layers = layers_of(model)
+        self._budget = budget
+        self._tree = None if windows is None else Tree(model, windows)
+        self.shares = windows is not None
 
-    def hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
-        with self._layers_alone(arguments):
-            return super().hidden_at(arguments, index)
+    def outputs(
+        self, batch: MicroBatch, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Return ``read_logits`` of a micro-batch's logits, without keeping all of them where they are many."""
+        many = self.in_parts(batch.tokens, batch.index.size)
+        with self._layers_alone(batch):
+            if not many:
+                return read_logits(self.logits_at(*self._inputs(batch)), wanted, temperatures)
+            hidden = self.hidden_at(*self._inputs(batch))
+        return read_in_chunks(self.head, hidden, wanted, temperatures)
 
-    def _logits_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
-        with self._layers_alone(arguments):
-            return super()._logits_at(arguments, index)
+    def values(self, batch: MicroBatch, head: nn.Module) -> torch.Tensor:
+        """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
+        with self._layers_alone(batch):
+            hidden = self.hidden_at(*self._inputs(batch))
+        values: torch.Tensor = head(hidden.float())[:, 0]
+        return values
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the model's arguments, and the places of outputs: one row of all tokens, or a row for every run."""
+        if self._tree is None:
+            rows, places = batch.rows()
+            return self.arguments_of(rows), to_device(places, self.device)
+        arguments = self.arguments_of(batch.tokens[None])
+        arguments["position_ids"] = to_device(batch.positions[None], self.device)
+        self._tree.grow(batch.runs)
+        return arguments, to_device(batch.index, self.device)
+
+    def arguments_of(self, rows: np.ndarray) -> dict[str, Any]:
+        if self._tree is not None:  # of one row, since all others share what they begin with
+            self._tree.grow([Segment(0, rows.shape[1])])
+        return super().arguments_of(rows)
 
     @contextmanager
-    def _layers_alone(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        long = torch.is_grad_enabled() and arguments["input_ids"].numel() > self._budget
-        layers: list[Any] = list(self._layers) if long else []
+    def _layers_alone(self, batch: MicroBatch) -> Iterator[None]:
+        long = torch.is_grad_enabled() and batch.tokens.size > self._budget
+        layers: list[Any] = list(self.layers) if long else []
         for layer in layers:
-            layer.forward = recomputed(layer.forward)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         try:
             yield
         finally:
             for layer in layers:
                 del layer.forward  # which was the instance's; the class has its own
-
-
-@torch.no_grad()
-def _trees_agree(base: Base) -> Outcome:
-    """Return whether sequences that share tokens get the logits that each gets alone."""
-    tokens, places = base.probe.tokens, base.probe.places
-    half = tokens.size // 2
-    data = []
-    for sequence in (tokens, np.concatenate([tokens[:half], tokens[: half - 2]]), tokens[1:]):
-        mask = np.isin(np.arange(sequence.size + 1), places + 1)
-        data.append(Datum(np.append(sequence, 0), mask))
-    library = base.trial()
-    trained = base.trial(RECOMPUTED) if _recomputes(library, base) else library
-    forward = LibraryForward(library)
-    (batch,) = pack(data, 4 * tokens.size)
-    together = LibraryForward(trained, trees=True).logits(batch)
-    alone = [forward.logits(*pack([data[i]], tokens.size)) for i in batch.members]
-    return base.probe.agrees(together, torch.cat(alone))
 
 
 @attrs.frozen(eq=False)

@@ -11,16 +11,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import numpy as np
-import torch
 
-from rlkit.backends.local.attention.tree import LayerMasks, Segment, positions, visible
-from rlkit.backends.local.model.llama import Attention, Llama
-from rlkit.backends.local.model.memory import to_device
-from rlkit.backends.local.training._flex_attention import tree_attention
+from rlkit.backends.local.attention.tree import Segment, positions
 from rlkit.types import Datum
 
 __all__ = ["MicroBatch", "pack"]
@@ -146,26 +142,6 @@ class MicroBatch:
     positions: np.ndarray
     runs: list[Segment]
     index: np.ndarray
-
-    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[Attention], torch.Tensor]:
-        """See ``Inputs.for_llama``."""
-        heads, device = (llama.heads, llama.key_heads, llama.head_dim), llama.device
-        by_window = {w: tree_attention(self.runs, *heads, llama.dtype, device, w) for w in set(llama.windows)}
-        tokens, positions, index = (to_device(x, llama.device) for x in (self.tokens, self.positions, self.index))
-        return tokens, positions, [by_window[window] for window in llama.windows], index
-
-    def for_library(
-        self, device: torch.device, masks: LayerMasks, *, trees: bool
-    ) -> tuple[dict[str, Any], torch.Tensor]:
-        """See ``Inputs.for_library``: one row with a mask over all pairs, or every run as a row."""
-        if not (trees and len(self.runs) > 1):
-            tokens, index = (to_device(x, device) for x in self.rows())
-            return {"input_ids": tokens, "use_cache": False}, index
-        seen = visible(self.runs, self.tokens.size)
-        arrays = self.tokens[None], self.positions[None], seen[None, None], self.index
-        tokens, at, mask, index = (to_device(x, device) for x in arrays)
-        arguments = {"input_ids": tokens, "position_ids": at, "use_cache": False}
-        return {**arguments, "attention_mask": masks.of(mask, at, at[0])}, index
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlkit.backends._memory import telling
-from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.trainer import DISTRIBUTION_OUTPUTS
@@ -22,6 +21,7 @@ from rlkit.errors import BackendError, RankLost
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
+    from rlkit.backends.local.training.forward import TrainingForward
     from rlkit.losses.prepare import Driver, Level, LossGradient
 
 __all__ = ["Flat", "Hands", "Inputs", "LocalTrainer", "Loss", "Outputs", "backpropagate"]
@@ -102,7 +102,12 @@ class LocalTrainer:
     hands: Hands | None = None
 
     def __init__(
-        self, model: nn.Module, device: torch.device, budget: int, forward: Forward, value_head: nn.Module | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        budget: int,
+        forward: TrainingForward,
+        value_head: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -179,7 +184,6 @@ class LocalTrainer:
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
-        self.forward.prepare()
         size = 1 if self.hands is None else self.hands.size
         batches = pack(data, self._budget, pairs=pairs, share=self.forward.shares, among=size)
         rounds = [batches[k : k + size] for k in range(0, len(batches), size)]

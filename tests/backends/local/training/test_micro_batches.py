@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from rlkit.backends.local.attention import tree  # noqa: E402
 from rlkit.backends.local.attention.tree import Window  # noqa: E402
-from rlkit.backends.local.training import _flex_attention as kernels  # noqa: E402
+from rlkit.backends.local.training import _attention as kernels  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 

@@ -1,6 +1,8 @@
-"""Attention over a prefix tree by kernels that are given all tokens of a micro-batch at once, for GPUs.
+"""The attention of the library's modules over a prefix tree: run by run on a CPU, by one kernel on a GPU.
 
-One kernel for all pairs costs less there than many for few. ``FlexAttention`` leaves out the blocks of pairs that
+transformers calls what is registered as ``TREE`` in place of its own; ``Tree`` says which tokens see which.
+
+One kernel for all pairs costs less on a GPU than many for few. ``FlexAttention`` leaves out the blocks of pairs that
 no token sees; where it does not work, ``MaskedAttention`` computes them too.
 """
 
@@ -9,20 +11,106 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from rlkit._fallback import Outcome, try_path
 from rlkit.backends.local.attention.tree import Segment, TreeAttention, Window, positions, spans, visible
-from rlkit.backends.local.model.llama import Attention
 from rlkit.backends.local.model.memory import to_device
 
-__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "gpu_attention", "tree_attention"]
+__all__ = ["TREE", "FlexAttention", "KernelAttention", "MaskedAttention", "Tree", "gpu_attention"]
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+TREE = "rlkit_tree"
+
+
+class Tree:
+    """Which tokens of the micro-batch that is computed see which, for all layers of a model.
+
+    Args:
+        model: whose attention is ``TREE``. Its modules know the tree, since a layer that is computed again in the
+            backward pass may be so in another thread.
+        windows: of each layer.
+    """
+
+    def __init__(self, model: nn.Module, windows: Sequence[Window | None]) -> None:
+        self._windows = windows
+        self._runs: Sequence[Segment] = ()
+        self._made: dict[object, TreeAttention | KernelAttention] = {}
+        for module in model.modules():
+            module.rlkit_tree = self
+
+    def grow(self, runs: Sequence[Segment]) -> None:
+        """Take the runs of the micro-batch to compute next."""
+        self._runs = runs
+        self._made.clear()
+
+    def attention(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float | None, sinks: Any
+    ) -> TreeAttention | KernelAttention:
+        """Return what computes a layer's attention, of q [N, H, D], k [N, H / G, D] and v [N, H / G, E]."""
+        window, shape = self._windows[module.layer_idx], (q.shape[1], k.shape[1])
+        key = (window, shape, q.shape[2], cap, None if sinks is None else module.layer_idx)
+        if key not in self._made:  # one for all layers that are alike: they share masks
+            if q.device.type == "cpu" or cap is not None or sinks is not None or v.shape[2] != q.shape[2]:
+                self._made[key] = TreeAttention(self._runs, *shape, window, cap, sinks)
+            else:
+                self._made[key] = gpu_attention(self._runs, *shape, q.shape[2], v.dtype, q.device, window)
+        return self._made[key]
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,  # noqa: ARG001  # there is none, see below
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention's output [1, N, H, E], and no weights, as modules of transformers want it.
+
+    Args:
+        module: what calls it.
+        query: [1, H, N, D].
+        key, value: [1, H / G, N, D] and [1, H / G, N, E].
+        attention_mask: None.
+        scaling: of the scores; None is D ** -0.5.
+        softcap, s_aux: see ``TreeAttention``.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q = (q * (q.shape[-1] ** -0.5 if scaling is None else scaling)).to(v.dtype)
+    attention = module.rlkit_tree.attention(module, q, k, v, softcap, s_aux)
+    return _Attend.apply(q, k.to(v.dtype), v, attention).view(1, q.shape[0], q.shape[1], -1), None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: TreeAttention | KernelAttention
+    ) -> torch.Tensor:
+        out, saved = attention.forward(q, k, v)
+        ctx.attention = attention
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ctx.attention.backward(grad.contiguous(), ctx.saved_tensors), None
+
+
+AttentionInterface.register(TREE, _attend)
+AttentionMaskInterface.register(TREE, lambda *_, **__: None)
 
 
 class KernelAttention(ABC):
@@ -101,21 +189,6 @@ class FlexAttention(KernelAttention):
 
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._kernel(q, k, v, block_mask=self._mask, scale=1.0, enable_gqa=True)
-
-
-def tree_attention(
-    runs: Sequence[Segment],
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    window: Window | None = None,
-) -> Attention:
-    """Return attention over a prefix tree: run by run on a CPU; on a GPU what works, the better kernel first."""
-    if device.type == "cpu":
-        return TreeAttention(runs, heads, key_heads, window)
-    return gpu_attention(runs, heads, key_heads, head_dim, dtype, device, window)
 
 
 def gpu_attention(
