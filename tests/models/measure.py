@@ -37,18 +37,16 @@ LISTS = {  # of model types, by what is found out about one
 
 
 def find_paths(folder):
-    """What is found out about a model when it is sampled from and trained in float32."""
+    """What is found out about a model when it is sampled from in float32."""
     from rlkit.backends.local.model.base import load_base
     from rlkit.backends.local.sampling.decoders import decoder_for
-    from rlkit.backends.local.training.forward import training_forward
 
     base = load_base(str(folder), "float32", "cpu")
     if base.llama:
         return {"decoding": "own"}
     decoder_for(base, merge=False, prefix_bytes=0, cuda_graphs=False)
-    training_forward(base.tree(), base, 1.0, 100)
     found = attrs.asdict(base.known)
-    return {name: found[name] for name in ("decoding", "continues", "trees") if found[name] is not None}
+    return {name: found[name] for name in ("decoding", "continues") if found[name] is not None}
 
 
 def measure(names):
