@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.backends.local.cache import kv_cache
 from rlkit.backends.local.cache.kv_cache import CachedTokens, KVCache
-from rlkit.backends.local.model import llama
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.forward import LlamaForward
 from rlkit.backends.local.model.llama import fuse_layers
-from rlkit.backends.local.training import _flex_attention
+from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.training import _attention
+from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.micro_batches import pack
-from rlkit.types import Datum
+from rlkit.types import Datum, Lora
 
 META = torch.device("meta")
 WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"})  # for what the device computed
@@ -41,7 +42,7 @@ def _norm_backward(d, x, scale, weight):
     return ((g - unit * (g * unit).mean(-1, keepdim=True)) * scale).to(x.dtype)
 
 
-def _attention(q, k, v, mask, scale):
+def _attend(q, k, v, mask, scale):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -52,8 +53,20 @@ def _attention_backward(d, q, k, v, mask, scale):
 for _key in ("CPU", "Meta"):
     _library.impl("norm", _norm, _key)
     _library.impl("norm_backward", _norm_backward, _key)
-_library.impl("attention", _attention, "Meta")
+_library.impl("attention", _attend, "Meta")
 _library.impl("attention_backward", _attention_backward, "Meta")
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, scale = torch.ops.rlkit_tests.norm(x, weight, eps)
+        ctx.save_for_backward(x, scale, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx, d):
+        return torch.ops.rlkit_tests.norm_backward(d, *ctx.saved_tensors), None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -76,14 +89,13 @@ def _kernel(q, k, v, attn_mask, scale):
 
 def with_fused_norms(monkeypatch):
     """Torch's fused norms, which are one kernel on a GPU alone, as operations that other devices have as well."""
-    monkeypatch.setattr(llama, "fused_norm", torch.ops.rlkit_tests.norm)
-    monkeypatch.setattr(llama, "fused_norm_backward", torch.ops.rlkit_tests.norm_backward)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, _, weight, eps: _Norm.apply(x, weight, eps))
 
 
 def with_kernels(monkeypatch):
     """All that is one kernel on a GPU, for counting on "meta"."""
     with_fused_norms(monkeypatch)
-    for module in (kv_cache, _flex_attention):
+    for module in (kv_cache, _attention):
         monkeypatch.setattr(module, "scaled_dot_product_attention", _kernel)
 
 
@@ -139,15 +151,21 @@ def decode(base, watch, *, merge):
     return watch.names
 
 
-def train(base, watch):
+def meta_training(folder, dtype="bfloat16"):
+    """What trains a model whose weights have shapes alone."""
+    base = load_base(folder, dtype, "cpu")
+    model = with_adapter(base, Lora(rank=4, train_unembed=True), 0)
+    forward = training_forward(model, base, 1024)  # which compares norms, so on a CPU
+    model.to(META)
+    return forward
+
+
+def train(forward, watch):
     """Return the operations of the forward and backward pass of a micro-batch, which is a tree."""
-    adapter = {name: (a.requires_grad_(), b.requires_grad_()) for name, (a, b) in _adapter(base).items()}
-    forward = LlamaForward(base, adapter, 0.5)
-    forward.prepare()
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 200, 10)
     (batch,) = pack([Datum.supervised(prompt, rng.integers(3, 200, 5)) for _ in range(3)], 1024)
-    ids = torch.zeros(batch.index.size, dtype=torch.int64, device=base.device)
+    ids = torch.zeros(batch.index.size, dtype=torch.int64, device=META)
     for mode in (torch.enable_grad(), watch):  # what is compiled is compiled in the first
         with mode:
             out = forward.outputs(batch, {"logprobs": ids}, None)["logprobs"]

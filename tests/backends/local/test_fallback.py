@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from rlkit.backends.local.attention import tree  # noqa: E402
 from rlkit.backends.local.cache.library_cache import RowCache  # noqa: E402
 from rlkit.backends.local.model import base as base_module  # noqa: E402
 from rlkit.backends.local.model import llama, probe  # noqa: E402
@@ -28,18 +27,12 @@ from rlkit.backends.local.products import prepacked  # noqa: E402
 from rlkit.backends.local.sampling._batching import ContinuousBatching  # noqa: E402
 from rlkit.backends.local.sampling._library import LibraryBatching  # noqa: E402
 from rlkit.backends.local.sampling.decoders import decoder_for  # noqa: E402
-from rlkit.backends.local.training import _flex_attention  # noqa: E402
+from rlkit.backends.local.training import _attention  # noqa: E402
 
 CPU = torch.device("cpu")
 MODELS = {  # which tiny model has the path, where it breaks, and what is found out about the model then
-    "rlkit's own forward": ("llama", Llama, "hidden", {"decoding": "slots", "trees": True}),
-    "decoding in slots": ("gpt2", ContinuousBatching, "prefill", {"decoding": "cache", "trees": True}),
-    "a tree of sequences": (
-        "gpt2",
-        tree,
-        "_attend",
-        {"decoding": "slots", "trees": False},
-    ),
+    "rlkit's own forward": ("llama", Llama, "hidden", {"decoding": "slots"}),
+    "decoding in slots": ("gpt2", ContinuousBatching, "prefill", {"decoding": "cache"}),
     "the library's cache": ("bloom", LibraryBatching, "decode", {"decoding": "whole"}),
     "a cache of unequal rows": ("bloom", RowCache, "remove", {"decoding": "request", "continues": True}),
 }
@@ -55,10 +48,10 @@ PRODUCTS = {  # where it breaks, what is remembered of it, and whether it is tak
         lambda: llama.fused_works(CPU, torch.float32),
     ),
     "flex_attention": (
-        _flex_attention.KernelAttention,
+        _attention.KernelAttention,
         "_flat",
-        _flex_attention._flex_works,
-        lambda: _flex_attention._flex_works(CPU, torch.float32, 4, 2, 16),
+        _attention._flex_works,
+        lambda: _attention._flex_works(CPU, torch.float32, 4, 2, 16),
     ),
 }
 
@@ -115,7 +108,7 @@ def test_a_bug_in_a_continued_cache_warns(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(RowCache, "advance", fail)
     with pytest.warns(UserWarning, match=r"a continued cache \(bloom\) failed"):
         found = find_paths(shutil.copytree(tiny("bloom"), tmp_path / "model"))
-    assert found == {"decoding": "cache", "continues": False, "trees": False}
+    assert found == {"decoding": "cache", "continues": False}
 
 
 @pytest.mark.parametrize("path", PRODUCTS)
@@ -125,7 +118,7 @@ def test_a_bug_in_a_product_warns(path, monkeypatch):
     monkeypatch.setattr(prepacked, "preferred", lambda: False)
     monkeypatch.setattr(prepacked, "product", lambda x, w: x.float() @ w.float())  # which a CPU does not have
     if path == "flex_attention":
-        monkeypatch.setattr(_flex_attention, "FlexAttention", lambda runs, device: _flex_attention.MaskedAttention(CPU))
+        monkeypatch.setattr(_attention, "FlexAttention", lambda runs, device: _attention.MaskedAttention(CPU))
     for error in (TypeError, AssertionError):
         break_it(monkeypatch, where, name, error)
         kept.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.training import _flex_attention  # noqa: E402
+from rlkit.backends.local.training import _attention  # noqa: E402
 from tests.backends.local import meta  # noqa: E402
 from tests.models.build import build  # noqa: E402
 
@@ -18,33 +18,33 @@ from tests.models.build import build  # noqa: E402
 def masked(monkeypatch):
     """Kernels that are one launch on a GPU are one here; attention over trees is masked."""
     meta.with_kernels(monkeypatch)
-    monkeypatch.setattr(_flex_attention, "_flex_works", lambda *_: False)
+    monkeypatch.setattr(_attention, "_flex_works", lambda *_: False)
 
 
-def layers(make, base, other):
+def layers(make, model, other):
     """Launches of one layer, from models of two and of three layers."""
-    few, more = Counter(make(base)), Counter(make(other))
+    few, more = Counter(make(model)), Counter(make(other))
     return sum(more.values()) - sum(few.values()), more - few
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory):
+def models(tmp_path_factory):
     """Qwen3 of two and of three layers."""
     folder = tmp_path_factory.mktemp("models")
-    return [meta.meta_base(str(build("qwen3", folder / str(n), layers=n))) for n in (2, 3)]
+    return [str(build("qwen3", folder / str(n), layers=n)) for n in (2, 3)]
 
 
 @pytest.mark.parametrize(("merge", "budget"), [(True, 18), (False, 26)])
-def test_decoding_is_few_launches(bases, masked, merge, budget):
+def test_decoding_is_few_launches(models, masked, merge, budget):
     """Norms, products, rotation, the KV cache, attention, the gated unit: of one layer, with adapters and without."""
-    number, kinds = layers(lambda base: meta.decode(base, meta.Watch(), merge=merge), *bases)
+    number, kinds = layers(lambda model: meta.decode(meta.meta_base(model), meta.Watch(), merge=merge), *models)
     assert number <= budget, kinds
 
 
-def test_training_is_few_launches(bases, masked):
+def test_training_is_few_launches(models, masked):
     """Forward and backward with adapters, of one layer."""
-    number, kinds = layers(lambda base: meta.train(base, meta.Watch()), *bases)
-    assert number <= 120, kinds
+    number, kinds = layers(lambda model: meta.train(meta.meta_training(model), meta.Watch()), *models)
+    assert number <= 180, kinds
 
 
 def test_what_waits_or_mixes_devices_is_refused():

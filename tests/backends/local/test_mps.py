@@ -17,7 +17,7 @@ from rlkit.backends.local.model import llama  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.model.llama import Layer  # noqa: E402
 from rlkit.backends.local.model.probe import logits_at  # noqa: E402
-from rlkit.backends.local.training import _flex_attention  # noqa: E402
+from rlkit.backends.local.training import _attention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import meta  # noqa: E402
 from tests.models.build import build  # noqa: E402
@@ -60,11 +60,12 @@ def test_layers_are_computed_without_float64(tmp_path, monkeypatch, merge):
     """Decoding and training through the path of devices other than CPUs, with the layer that such a device gets."""
     monkeypatch.setattr(llama, "layer_class", lambda *_: Layer)
     meta.with_kernels(monkeypatch)
-    monkeypatch.setattr(_flex_attention, "_flex_works", lambda *_: False)
-    base = meta.meta_base(str(build("qwen3", tmp_path / "model")), "float32")
+    monkeypatch.setattr(_attention, "_flex_works", lambda *_: False)
+    model = str(build("qwen3", tmp_path / "model"))
+    base, forward = meta.meta_base(model, "float32"), meta.meta_training(model, "float32")
     with NoFloat64():
         assert meta.decode(base, meta.Watch(), merge=merge)
-        assert meta.train(base, meta.Watch())
+        assert meta.train(forward, meta.Watch())
 
 
 def test_a_step_of_the_optimizer_needs_no_float64(tiny):
@@ -103,8 +104,8 @@ def test_no_compiled_attention_is_tried(monkeypatch):
     def tried(*_):
         raise AssertionError("a compiler was asked")
 
-    monkeypatch.setattr(_flex_attention, "_flex_works", tried)
-    monkeypatch.setattr(_flex_attention, "to_device", lambda array, _: torch.from_numpy(array))
+    monkeypatch.setattr(_attention, "_flex_works", tried)
+    monkeypatch.setattr(_attention, "to_device", lambda array, _: torch.from_numpy(array))
     (batch,) = pack([rlkit.Datum.supervised([3, 4], [5])], 10)
-    found = _flex_attention.gpu_attention(batch.runs, 4, 2, 16, torch.float32, MPS)
-    assert isinstance(found, _flex_attention.MaskedAttention)
+    found = _attention.gpu_attention(batch.runs, 4, 2, 16, torch.float32, MPS)
+    assert isinstance(found, _attention.MaskedAttention)

@@ -92,7 +92,7 @@ SHARE = 0.4  # of the memory that is free at connect, for the activations of a m
 KV_SHARE = 0.5  # of the memory that is free when requests come, for their keys and values; micro-batches come between
 TOKENS = (1024, 16384)  # of a micro-batch: on a CPU and at least, and from which on a GPU gains nothing more
 ROWS = {"cuda": 256}  # completions decoded at once; elsewhere 64
-LIBRARY = 4  # times as much is kept of a token by the library's modules as by rlkit's own forward
+OTHERS = 2  # times as much is kept of a token by other architectures than by Llama's
 
 
 def default_dtype(device: torch.device) -> str:
@@ -164,7 +164,8 @@ def activation_bytes(base: Base) -> float:
     hidden, (heads, key_heads, head_dim) = config.hidden_size, _head_sizes(config)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner
-    # The residual stream twice in float32; queries, keys and values before their norms and as they are attended to;
-    # the attention's output; both inputs of the gated product.
-    layer = 8 * hidden + width * (2 * (heads + 2 * key_heads) * head_dim + heads * head_dim + 2 * inner)
-    return float(config.num_hidden_layers * layer * (1 if base.llama else LIBRARY))
+    # The residual stream twice in float32, and its norms; queries, keys and values before their norms and as they are
+    # attended to; the attention's output; gate and up, the activation of the one and its product with the other.
+    attention = 2 * (heads + 2 * key_heads) * head_dim + heads * head_dim
+    layer = 8 * hidden + width * (2 * hidden + attention + 4 * inner)
+    return float(config.num_hidden_layers * layer * (1 if base.llama else OTHERS))

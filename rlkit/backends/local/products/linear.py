@@ -10,6 +10,7 @@ float32 while products stay in bfloat16: the embedding gives float32, and norms 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -46,8 +47,8 @@ def linear(
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.eye(2), None, torch.ones(1, 2), torch.ones(2, 1), 0.5)
     tensor([[2.5000, 3.5000]])
     """
-    y: torch.Tensor = _Linear.apply(x, weight, bias, a, b, scale)
-    return y
+    y: torch.Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, a, b, scale)
+    return y.view(*x.shape[:-1], weight.shape[0])  # here, since modules may write to it
 
 
 class _Linear(torch.autograd.Function):
@@ -64,27 +65,28 @@ class _Linear(torch.autograd.Function):
         b: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        rows, low = x.reshape(-1, x.shape[-1]), None
-        y = _multiply(rows, weight, bias)
+        y, low = _multiply(x, weight, bias), None
+        ctx.dtypes = None if a is None or b is None else (a.dtype, b.dtype)
         if a is not None and b is not None:
-            low = plain_matmul(rows, a.to(rows.dtype))
-            y.addmm_(low, b.to(y.dtype).t(), alpha=scale)
-        ctx.scale, ctx.shape = scale, x.shape
-        ctx.save_for_backward(None if a is None else rows, weight, a, b, low)
-        return y.view(*x.shape[:-1], -1)
+            a, b = a.to(y.dtype), b.to(y.dtype)
+            low = plain_matmul(x, a)
+            y.addmm_(low, b.t(), alpha=scale)
+        ctx.scale = scale
+        ctx.save_for_backward(None if a is None else x, weight, a, b, low)
+        return y
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, a, b, low = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        dx = dlow = da = db = None
+        x, weight, a, b, low = ctx.saved_tensors
+        dx = _multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        da = db = None
         if a is not None:
-            dlow = plain_matmul(grad, b.to(grad.dtype).t()).mul_(ctx.scale)
-            da = (dlow.t() @ rows).to(a.dtype)
-            db = (grad.t() @ low).to(b.dtype).mul_(ctx.scale)
-        if ctx.needs_input_grad[0]:
-            dx = _multiply(grad, weight.t())
-            dx = (dx if dlow is None else dx.addmm_(dlow, a.to(dx.dtype))).view(ctx.shape)
+            dlow = plain_matmul(grad, b.t())  # without the scale, which the products below have
+            if dx is not None:
+                dx.addmm_(dlow, a, alpha=ctx.scale)
+            scaled, none = {"beta": 0, "alpha": ctx.scale}, grad.new_empty(1)
+            da = torch.addmm(none, dlow.t(), x, **scaled).to(ctx.dtypes[0])
+            db = torch.addmm(none, grad.t(), low, **scaled).to(ctx.dtypes[1])
         return dx, None, None, da, db, None
 
 
@@ -98,25 +100,28 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def install(model: nn.Module) -> None:
     """Make the linear modules of a peft model compute by ``linear``, and its norms by ``rms_norm`` where they are that.
 
-    Modules of other kinds, such as quantised ones, stay as they are.
+    Trained weights and modules of other kinds, such as quantised ones, stay as they are.
     """
-    for module in model.modules():
-        kind = type(getattr(module, "base_layer", module))
-        if kind in (nn.Linear, Conv1D):
+    within = {id(m.base_layer) for m in model.modules() if hasattr(m, "base_layer")}  # an adapter calls it no more
+    for module in (m for m in model.modules() if id(m) not in within):
+        inner: Any = getattr(module, "base_layer", module)
+        if any(p.requires_grad for p in inner.parameters(recurse=False)):
+            continue
+        if type(inner) in (nn.Linear, Conv1D):
             module.forward = partial(_by_linear, module)
-        elif kind.__name__.endswith("RMSNorm") and (eps := _eps_of(module)) is not None:
+        elif type(inner).__name__.endswith("RMSNorm") and (eps := _eps_of(inner)) is not None:
             module.forward = partial(_by_rms_norm, module, eps)
-    for module in [m.base_layer for m in model.modules() if hasattr(m, "base_layer")]:
-        vars(module).pop("forward", None)  # what an adapter is around is not called any more
 
 
 def _by_linear(module: Any, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     inner = getattr(module, "base_layer", module)
     weight = inner.weight if isinstance(inner, nn.Linear) else inner.weight.t()
+    wide = getattr(module, "wide_weight", None)  # of a head that reads float32
+    x, weight = (x.to(weight.dtype), weight) if wide is None else (x.float(), wide)
     if inner is module:
-        return linear(x.to(weight.dtype), weight, inner.bias)
+        return linear(x, weight, inner.bias)
     a, b = (half["default"].weight for half in (module.lora_A, module.lora_B))
-    return linear(x.to(weight.dtype), weight, inner.bias, a, b, module.scaling["default"])
+    return linear(x, weight, inner.bias, a, b, module.scaling["default"])
 
 
 def _by_rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
@@ -129,40 +134,31 @@ def _eps_of(module: nn.Module) -> float | None:
     """Return what a norm adds to the mean square, if it is ``rms_norm`` with a weight as it is; else None."""
     weight = getattr(module, "weight", None)
     eps = next((x for name in ("variance_epsilon", "eps") if isinstance(x := getattr(module, name, None), float)), None)
-    if weight is None or weight.ndim != 1 or eps is None:
+    reads = inspect.signature(module.forward).parameters  # some take a gate besides
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None or len(reads) != 1:
         return None
     x = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(0))
     x = x.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
-    try:
-        found = module(x)
-    except TypeError:  # one with a gate
-        return None
-    same = torch.allclose(found, F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), rtol=1e-5, atol=1e-6)
+    same = torch.allclose(module(x), F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), rtol=1e-5, atol=1e-6)
     return eps if same else None
 
 
-def widen(model: Any, layers: Sequence[nn.Module], head: Callable[[], torch.Tensor]) -> None:
+def widen(model: Any, layers: Sequence[nn.Module], head: torch.Tensor | None) -> None:
     """Keep the residual stream of a model in bfloat16 in float32, from its embedding to its head, after ``install``.
 
     Args:
         model: each of whose layers reads the stream through norms alone and adds to it what linear modules give.
         layers: of it.
-        head: gives the weight that the output head multiplies by, as ``linear`` takes it.
+        head: the weight of the output head, as ``linear`` takes it with float32; None if nobody reads logits.
     """
     model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.float())
     for module in (m for layer in layers for m in layer.modules() if type(m).__name__.endswith("RMSNorm")):
-        module.forward = partial(_rounded, module.forward, module)
-    module = model.get_output_embeddings()
-    module.forward = partial(_by_head, module, head)
+        module.forward = partial(_rounded, module, module.forward)
+    if head is not None:
+        module = model.get_output_embeddings()
+        module.register_buffer("wide_weight", head, persistent=False)  # so that it goes where the model goes
+        module.forward = partial(_by_linear, module)
 
 
-def _rounded(norm: Callable[[torch.Tensor], torch.Tensor], module: Any, x: torch.Tensor) -> torch.Tensor:
+def _rounded(module: Any, norm: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return norm(x).to(module.weight.dtype)
-
-
-def _by_head(module: Any, weight: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    inner = getattr(module, "base_layer", module)
-    if inner is module:
-        return linear(x.float(), weight(), inner.bias)
-    a, b = (half["default"].weight for half in (module.lora_A, module.lora_B))
-    return linear(x.float(), weight(), inner.bias, a, b, module.scaling["default"])

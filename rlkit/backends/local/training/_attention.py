@@ -19,7 +19,6 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from rlkit._fallback import Outcome, try_path
 from rlkit.backends.local.attention.tree import Segment, TreeAttention, Window, positions, spans, visible
@@ -72,7 +71,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: object = None,  # noqa: ARG001  # there is none, see below
+    attention_mask: object = None,  # noqa: ARG001
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -84,7 +83,7 @@ def _attend(
         module: what calls it.
         query: [1, H, N, D].
         key, value: [1, H / G, N, D] and [1, H / G, N, E].
-        attention_mask: None.
+        attention_mask: None, or what the model makes by itself; the tree says it all.
         scaling: of the scores; None is D ** -0.5.
         softcap, s_aux: see ``TreeAttention``.
     """
@@ -109,8 +108,7 @@ class _Attend(torch.autograd.Function):
         return *ctx.attention.backward(grad.contiguous(), ctx.saved_tensors), None
 
 
-AttentionInterface.register(TREE, _attend)
-AttentionMaskInterface.register(TREE, lambda *_, **__: None)
+AttentionInterface.register(TREE, _attend)  # and no mask: transformers makes none for what it does not know
 
 
 class KernelAttention(ABC):

@@ -42,13 +42,8 @@ def training_forward(model: Any, base: Base, budget: int) -> TrainingForward:
     if base.trees:
         use_attention(model, TREE)
     if base.llama and base.model.dtype == torch.bfloat16:
-        widen(model, forward.layers, partial(_head_of, base, forward))
+        widen(model, forward.layers, None if hasattr(model, "value_head") else base.head)
     return forward
-
-
-def _head_of(base: Base, forward: TrainingForward) -> torch.Tensor:
-    """Return the weight of the output head; of weights that are shared out the model is elsewhere than the base."""
-    return base.head.to(forward.device)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,6 @@ pytest.importorskip("peft")
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlkit.backends import local
 from rlkit.backends.local.distributed import shard
 from tests.backends.local.distributed.test_lost import BEGIN, run
 
@@ -78,10 +77,8 @@ def test_numbers_of_whole_weights(connect, tmp_path):
     assert wrong == []
 
 
-def test_bfloat16(connect, monkeypatch):
+def test_bfloat16(connect):
     """The same modules on the same tokens give the same, so the bits of whole weights arrive."""
-    forward = local.training_forward
-    monkeypatch.setattr(local, "training_forward", lambda *given, library: forward(*given, library=True))
     policies = [connect(n, dtype="bfloat16", **options) for n, options in ((1, {}), (2, {"shard": True}))]
     (a, u), (b, v) = (gradient(policy, rows(20), "cross_entropy") for policy in policies)
     assert a.tobytes() == b.tobytes()

@@ -34,16 +34,16 @@ def connect(name, folder):
 
 
 def path_of(policy):
-    """The way that it is decoded, and whether it is trained in trees."""
+    """The way that it is decoded."""
     policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=1)).result()
-    return ("own", True) if policy.base.llama else (policy.base.known.decoding, policy.base.known.trees)
+    return "own" if policy.base.llama else policy.base.known.decoding
 
 
 @pytest.mark.parametrize("name", [*OWN, *LIBRARY])
 def test_numbers_beyond_the_window(name, tried, tmp_path):
     """However it was tried: those of the library, for rows behind one prompt that is longer than the window."""
     with connect(name, tmp_path) as policy:
-        assert path_of(policy) == ("own" if name in OWN else "slots", True)
+        assert path_of(policy) == ("own" if name in OWN else "slots")
         assert (policy.base.probe.tokens.size > WINDOW) == (policy.base.probe.window is None) == (tried == "whole")
         assert policy.base.model.config.sliding_window == WINDOW  # as it was
         rng = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def test_numbers_beyond_the_window(name, tried, tmp_path):
 @pytest.mark.parametrize("wrong", ["shorter by one", "longer by one", "chunks", "none"])
 @pytest.mark.usefixtures("tried")
 def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):
-    """Then the path is not taken."""
+    """Then it is decoded in another way."""
     change = {
         "shorter by one": lambda window, positions: positions - window.size + 2,
         "longer by one": lambda window, positions: positions - window.size,
@@ -75,7 +75,7 @@ def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):
     }
     monkeypatch.setattr(tree.Window, "first", change[wrong])
     with connect(name, tmp_path) as policy:
-        assert path_of(policy) == ("cache", False)
+        assert path_of(policy) == "cache"
 
 
 def test_a_threshold_that_cannot_be_tried_leaves_the_librarys_way(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_threshold_that_cannot_be_tried_leaves_the_librarys_way(tmp_path, monk
         )
         with connect("gemma3_text", tmp_path / str(other)) as policy:
             assert not policy.base.probe.beyond
-            assert path_of(policy) == ("cache", False)
+            assert path_of(policy) == "cache"
 
 
 def test_windows_of_configs():

@@ -200,24 +200,54 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
 WINDOWS = st.sampled_from([None, Window(1), Window(3), Window(10), Window(60), Window(4, chunks=True)])
 
 
-@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([200, 3000, 2**22]), WINDOWS)
-@examples(40)
-def test_tree_attention_is_masked_attention(seed, heads, scores, window):
-    """On random trees, in blocks of any size: the attention over all pairs with a mask, and its gradients."""
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    st.sampled_from([200, 3000, 2**22]),
+    WINDOWS,
+    st.sampled_from([None, 2.0]),
+    st.booleans(),
+)
+@examples(60)
+def test_tree_attention_is_that_of_its_definition(seed, heads, scores, window, cap, has_sinks):
+    """On random trees, in blocks of any size, with capped scores and sinks, values as wide as keys or not."""
     rng = np.random.default_rng(seed)
     (batch,) = pack(random_tree(rng), 10**6)
-    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 8))) for h in (heads[0], heads[1], heads[1]))
-    grad = torch.from_numpy(rng.normal(size=(batch.tokens.size, heads[0] * 8)))
-    found = []
+    n, group = batch.tokens.size, heads[0] // heads[1]
+    shapes = (n, heads[0], 8), (n, heads[1], 8), (n, heads[1], int(rng.integers(4, 9)))
+    q, k, v = (torch.from_numpy(rng.normal(size=shape)).requires_grad_() for shape in shapes)
+    sinks = torch.from_numpy(rng.normal(size=heads[0])) if has_sinks else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "SCORES", scores)
         patch.setattr(tree, "QUERIES", int(rng.integers(1, 20)))
-        for attention in (
-            tree.TreeAttention(batch.runs, *heads, window),
-            kernels.MaskedAttention(torch.from_numpy(visible(batch, window))),
-        ):
+        attention = tree.TreeAttention(batch.runs, *heads, window, cap, sinks)
+        with torch.no_grad():
             out, saved = attention.forward(q, k, v)
-            found.append([out, *attention.backward(grad, saved)])
+            grad = torch.from_numpy(rng.normal(size=out.shape))
+            found = [out, *attention.backward(grad, saved)]
+
+    pairs = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(group, dim=1))
+    pairs = pairs if cap is None else cap * torch.tanh(pairs / cap)
+    weights = pairs.exp() * torch.from_numpy(visible(batch, window))
+    total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.exp()[:, None, None])
+    out = torch.einsum("hnm,mhe->nhe", weights / total, v.repeat_interleave(group, dim=1)).flatten(1)
+    expected = [out, *torch.autograd.grad(out, [q, k, v], grad)]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), WINDOWS)
+@examples(20)
+def test_masked_attention_is_tree_attention(seed, heads, window):
+    """The kernel that GPUs have without a compiler, and its gradients."""
+    rng = np.random.default_rng(seed)
+    (batch,) = pack(random_tree(rng), 10**6)
+    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 8))) for h in (heads[0], heads[1], heads[1]))
+    grad, found = torch.from_numpy(rng.normal(size=(batch.tokens.size, heads[0] * 8))), []
+    masked = kernels.MaskedAttention(torch.from_numpy(visible(batch, window)))
+    for attention in (tree.TreeAttention(batch.runs, *heads, window), masked):
+        out, saved = attention.forward(q, k, v)
+        found.append([out, *attention.backward(grad, saved)])
     for a, b in zip(*found, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
