@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
 PATHS = {
-    "own": "rlkit's own forward; slots and tree",
-    "slots": "the library's modules; slots and tree",
-    "cache": "the library's forward and cache; in batches",
-    "request": "the library's forward and cache; one request at a time",
-    "whole": "the library's forward, again for every token; in batches",
+    "own": "slots, by rlkit's own forward; tree",
+    "slots": "slots; tree",
+    "cache": "the library's cache, in batches; rows",
+    "request": "the library's cache, one request at a time; rows",
+    "whole": "all tokens again for each new one, in batches; rows",
     "refused": "refused",
 }
 
@@ -34,7 +34,7 @@ def page(text: str) -> str:
     """``text`` with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    table = "\n".join(["| path | families | |", "|---|---|---|", *rows()])
+    table = "\n".join(["| sampled in; trained as | families | |", "|---|---|---|", *rows()])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 

@@ -88,7 +88,7 @@ def _attend(
         softcap, s_aux: see ``TreeAttention``.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    q = (q * (q.shape[-1] ** -0.5 if scaling is None else scaling)).to(v.dtype)
+    q = q.to(v.dtype) * (q.shape[-1] ** -0.5 if scaling is None else scaling)  # rounded as in sampling
     attention = module.rlkit_tree.attention(module, q, k, v, softcap, s_aux)
     return _Attend.apply(q, k.to(v.dtype), v, attention).view(1, q.shape[0], q.shape[1], -1), None
 
