@@ -51,7 +51,8 @@ from mutations import ROOT, Mutant, codes, compiled, mutants
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
 LOCAL = [
-    f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
+    f"rlkit/backends/local/{name}.py"
+    for name in ("model/output_head", "products/linear", "training/micro_batches", "attention/tree")
 ]
 SETTINGS, TYPES, SHAPES, DEFAULTS, CRITIC = (
     f"tests/test_{name}.py" for name in ("settings_matter", "types", "shapes", "defaults", "critic")
@@ -97,7 +98,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "local": (
         LOCAL,
         ["tests/backends/local/training/test_micro_batches.py"],
-        ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_output_head.py"],
+        ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/gemm/test_linear.py"],
     ),
     "routes": (
         ["rlkit/backends/tinker/_losses.py"],

@@ -21,6 +21,8 @@ from rlkit.backends.local.attention.tree import Window  # noqa: E402
 from rlkit.backends.local.training import _attention as kernels  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
+from tests.models.families import FAMILIES  # noqa: E402
+from tests.models.family import build  # noqa: E402
 
 
 @st.composite
@@ -110,91 +112,66 @@ def double(monkeypatch):
     white_box.allow_float64(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2"])
-def test_shared_prefixes_change_no_number(tiny, kind, double):
-    """Outputs, loss and gradient are those of the library's forward on every datum by itself."""
-    rng = np.random.default_rng(0)
-    options = {
-        "lora": rlkit.Lora(rank=4, train_unembed=True),
-        "seed": 0,
-        "device": "cpu",
-        "micro_batch_tokens": 90,
-        "dtype": "float64",
-    }
-    policy = rlkit.connect("local", model=tiny(kind), **options)
-    assert policy.base.llama == (kind not in ("gpt2", "gemma2"))
-    trainer = policy._trainer
-    for parameter in trainer.parameters.values():
-        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    assert trainer.forward.shares
-    for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
-        near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
+TREES = [name for name, family in FAMILIES.items() if family.path in ("own", "slots")]
+
+
+@pytest.mark.parametrize("name", [*TREES, "bloom", "mamba"])  # of which the last two are computed as rows
+@pytest.mark.filterwarnings("ignore:.*get no adapter", "ignore:model .* its context is limited to")
+def test_no_number_is_changed(name, tmp_path, double):
+    """Outputs, loss and gradient are those of peft's own modules on every datum by itself; long ones, too."""
+    rng, wrong, experts = np.random.default_rng(0), [], "experts" in FAMILIES[name].note
+    # Of float32 logits, and of norms that libraries compute in float32; experts are in float32 as a whole.
+    bounds = (2e-3, 2e-3) if experts else (2e-5, 1e-4)
+    with connect(build(FAMILIES[name], tmp_path), rng, {"rank": 4}, "float32" if experts else "float64") as policy:
+        assert policy._trainer.forward.shares == (name in TREES)
+        data = random_tree(rng)
+        near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify rounding
         data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
-        for want in ((), ("entropy",)):
-            found = []
-            for _ in white_box.forwards(policy):
-                output = policy.forward_backward(data, loss, want=want).result()
-                found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
-                policy.discard().result()
-            (a, packed), (b, alone) = found
+        for loss, want, budget in (("cross_entropy", (), 90), ("ppo", ("entropy",), 24)):
+            policy._trainer._budget = policy._trainer.forward._budget = budget
+            (a, packed), (b, alone) = both(policy, data, loss, want)
             numbers = [[*out.logprobs, *out.outputs.get("entropy", [])] for out in (a, b)]
-            assert max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)) < 2e-5  # of float32 logits
-            assert relative(packed, alone) < 4e-6  # 5e-7 were seen
-    policy.close()
+            off = max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)), relative(packed, alone)
+            if off[0] > bounds[0] or off[1] > bounds[1]:
+                wrong.append((loss, budget, off))
+    assert wrong == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
-@pytest.mark.parametrize("budget", [1024, 24])
-def test_gradients_in_float32(tiny, kind, budget):
-    """Of micro-batches that are shorter than some datums or longer than all: the library's to 1e-5 of its norm."""
-    rng = np.random.default_rng(3)
-    options = {"lora": rlkit.Lora(rank=4, train_unembed=True), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
-    policy = rlkit.connect("local", model=tiny(kind), **options)
-    trainer = policy._trainer
-    for parameter in trainer.parameters.values():
-        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    data, found = random_tree(rng), []
-    for _ in white_box.forwards(policy):
-        policy.forward_backward(data, "cross_entropy").result()
-        found.append([p.grad.clone() for p in trainer.parameters.values()])
-        policy.discard().result()
-    assert relative(*found) < 1e-5
-    policy.close()
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(
-    "lora",
-    [
+def test_adapters_on_some_modules(tiny, double, monkeypatch):
+    """The gradients are right whichever modules have an adapter, and where long runs are cut."""
+    rng, wrong = np.random.default_rng(1), []
+    monkeypatch.setattr(tree, "SCORES", 50)
+    for lora in (
         {"train_mlp": False},
         {"train_attn": False},
         {"train_unembed": False},
         {"train_attn": False, "train_mlp": False},  # the head alone
         {"target_modules": ("layers.1.self_attn.k_proj",)},  # nothing below it has a gradient
-    ],
-)
-def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
-    """The own backward gives the library's gradients whichever modules have an adapter, and long runs are cut."""
-    rng = np.random.default_rng(1)
-    monkeypatch.setattr(tree, "SCORES", 50)
-    options = {
-        "lora": rlkit.Lora(**{"rank": 3, "alpha": 7, "train_unembed": True, **lora}),
-        "seed": 0,
-        "device": "cpu",
-        "dtype": "float64",
-    }
-    policy = rlkit.connect("local", model=tiny(kind), **options)
-    trainer = policy._trainer
-    for parameter in trainer.parameters.values():
+    ):
+        with connect(tiny("qwen3"), rng, {"rank": 3, "alpha": 7, **lora}) as policy:
+            (_, packed), (_, alone) = both(policy, random_tree(rng), "importance_sampling")
+        if relative(packed, alone) > 2e-6:
+            wrong.append((lora, relative(packed, alone)))
+    assert wrong == []
+
+
+def connect(model, rng, lora, dtype="float64"):
+    """A policy whose adapter is not zero."""
+    lora = rlkit.Lora(**{"train_unembed": True, **lora})
+    policy = rlkit.connect("local", model=model, lora=lora, seed=0, device="cpu", dtype=dtype)
+    for parameter in white_box.parameters(policy).values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    data = random_tree(rng)
+    return policy
+
+
+def both(policy, data, loss, want=()):
+    """Outputs and gradients, and those of peft's own modules."""
     found = []
     for _ in white_box.forwards(policy):
-        policy.forward_backward(data, "importance_sampling").result()
-        found.append([p.grad.clone() for p in trainer.parameters.values()])
+        output = policy.forward_backward(data, loss, want=want).result()
+        found.append((output, [p.grad.clone() for p in white_box.parameters(policy).values()]))
         policy.discard().result()
-    assert relative(*found) < 2e-6
-    policy.close()
+    return found
 
 
 WINDOWS = st.sampled_from([None, Window(1), Window(3), Window(10), Window(60), Window(4, chunks=True)])
