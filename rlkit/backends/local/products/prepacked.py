@@ -28,7 +28,6 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from rlkit._fallback import NotSupportedHere, Outcome, try_path
 
@@ -119,23 +118,23 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def plain_matmul(x: torch.Tensor, weight: torch.Tensor, summand: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + summand.
+def plain_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + bias, without a gradient.
 
     In float32 on a CPU that MKL is not written for, oneDNN computes 1.05 to 1.5 times as much in the same time, with
-    weights of either layout. Where a gradient is recorded, it is torch's own product.
+    weights of either layout.
 
     Args:
         x: [N, in].
-        weight: [out, in], of any strides.
-        summand: a bias [out] or a residual [N, out], of the same dtype.
+        weight: [out, in], of any strides, in the same dtype.
+        bias: [out].
 
-    >>> plain_matmul(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0]]))
+    >>> plain_matmul(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([1.0]))
     tensor([[12.]])
     """
-    if _by_onednn(x, weight, *(() if summand is None else (summand,))):
-        return _plain_onednn(x, weight, summand)
-    return torch_matmul(x, weight, summand)
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and _preferred():
+        return _plain_onednn(x, weight, bias)
+    return torch_matmul(x, weight, bias)
 
 
 def torch_matmul(x: torch.Tensor, weight: torch.Tensor, summand: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,17 +142,10 @@ def torch_matmul(x: torch.Tensor, weight: torch.Tensor, summand: torch.Tensor | 
     return x @ weight.t() if summand is None else torch.addmm(summand, x, weight.t())
 
 
-def _by_onednn(*tensors: torch.Tensor) -> bool:
-    if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() for t in tensors):
-        return False
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)  # oneDNN's have no derivative
-    return not recorded and _preferred()
-
-
-def _plain_onednn(x: torch.Tensor, weight: torch.Tensor, summand: torch.Tensor | None) -> torch.Tensor:
+def _plain_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # torch.compile computes linear layers with it; it has no public name.
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: SLF001
-    return out if summand is None else out.add_(summand)
+    return out if bias is None else out.add_(bias)
 
 
 @functools.cache
@@ -189,28 +181,12 @@ def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tens
 
 
 def wide_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x W^T in float32, of x [n, in] in float32 and a frozen W [out, in] in bfloat16."""
-    y: torch.Tensor = _WideMatmul.apply(x, weight)
-    return y
-
-
-class _WideMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        return _by_parts(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return _by_parts(grad, weight), None
-
-
-def _by_parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return x W^T in float32, of x [n, in] in float32 and W [out, in] in bfloat16, without a gradient."""
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)
     third = (rest - second).to(torch.bfloat16)
+    w = weight.t()
     if len(x) <= FEW:
         return product(torch.cat([first, second, third]), w).view(3, len(x), -1).sum(0)
     return add_product(add_product(product(third, w), second, w), first, w)  # the smallest first
@@ -260,7 +236,7 @@ class Prepacked:
             self._multiply = PackedGemm(weight)
         else:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)  # noqa: SLF001  # no public name
-            self._multiply = partial(_plain_onednn, weight=packed, summand=None)
+            self._multiply = partial(_plain_onednn, weight=packed, bias=None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map [N, in] to [N, out]."""

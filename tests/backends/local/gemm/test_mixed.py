@@ -36,17 +36,14 @@ def random(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
 def test_three_products_are_one_in_float32(products, rows):
-    """As near to float64 as the product in float32 is, and one in bfloat16 is 1,000 times as far; with its gradient."""
-    x, weight = random(rows, 300).requires_grad_(), random(70, 300, dtype=torch.bfloat16)
-    exact = x.detach().double() @ weight.double().t()
+    """As near to float64 as the product in float32 is, and one in bfloat16 is 1,000 times as far."""
+    x, weight = random(rows, 300), random(70, 300, dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().t()
     y = prepacked.matmul(x, weight)
     assert y.dtype == torch.float32
-    rounded = x.detach().to(torch.bfloat16).double() @ weight.double().t()
+    rounded = x.to(torch.bfloat16).double() @ weight.double().t()
     error, far = ((found.double() - exact).norm() / exact.norm() for found in (y, rounded))
     assert 1000 * error < far
-    grad = random(rows, 70)
-    (dx,) = torch.autograd.grad(y, x, grad)
-    assert torch.allclose(dx, grad @ weight.float(), atol=4e-5)
 
 
 def test_the_head_keeps_no_copy_in_float32(products):
