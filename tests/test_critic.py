@@ -91,6 +91,8 @@ def test_values_stand_at_the_policys_tokens_and_depend_on_those_before(make):
 def test_local_values_are_the_head_of_the_last_hidden_state(tiny, kind):
     """Against transformers' own hidden states, one datum at a time, without packing."""
     pytest.importorskip("peft")
+    from tests.backends.local import white_box
+
     critic = rlkit.critic("local", model=tiny(kind), tokenizer=rlkit.sampler("local", model=tiny(kind)).tokenizer)
     for _ in range(2):
         critic.forward_backward(some())
@@ -98,7 +100,7 @@ def test_local_values_are_the_head_of_the_last_hidden_state(tiny, kind):
     found = critic.values(some()).result()
     model = critic._trainer.model
     for datum, values in zip(some(), found, strict=True):
-        with torch.no_grad():
+        with torch.no_grad(), white_box.plain_modules(model):
             tokens = torch.from_numpy(np.array(datum.tokens))[None]
             hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1][0]
             expected = (hidden @ model.value_head.weight[0] + model.value_head.bias).numpy()

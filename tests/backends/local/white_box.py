@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from rlkit.backends import options
@@ -43,13 +45,21 @@ def forwards(policy):
     from rlkit.backends.local.training.forward import TrainingForward
 
     trainer = policy._trainer
-    forward, config = trainer.forward, trainer.model.config
+    forward = trainer.forward
     yield forward
-    attention, config._attn_implementation = config._attn_implementation, "eager"
-    installed = [(m, vars(m).pop("forward")) for m in trainer.model.modules() if "forward" in vars(m)]
-    trainer.forward = TrainingForward(trainer.model, 10**9, windows=None)
-    yield trainer.forward
-    trainer.forward, config._attn_implementation = forward, attention
+    with plain_modules(trainer.model):
+        trainer.forward = TrainingForward(trainer.model, 10**9, windows=None)
+        yield trainer.forward
+    trainer.forward = forward
+
+
+@contextlib.contextmanager
+def plain_modules(model):
+    """A peft model that is trained, as peft and transformers compute it."""
+    attention, model.config._attn_implementation = model.config._attn_implementation, "eager"
+    installed = [(m, vars(m).pop("forward")) for m in model.modules() if "forward" in vars(m)]
+    yield
+    model.config._attn_implementation = attention
     for module, compute in installed:
         module.forward = compute
 

@@ -47,8 +47,8 @@ def linear(
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.eye(2), None, torch.ones(1, 2), torch.ones(2, 1), 0.5)
     tensor([[2.5000, 3.5000]])
     """
-    y: torch.Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, a, b, scale)
-    return y.view(*x.shape[:-1], weight.shape[0])  # here, since modules may write to it
+    y: torch.Tensor = _Linear.apply(x, weight, bias, a, b, scale)
+    return y
 
 
 class _Linear(torch.autograd.Function):
@@ -65,19 +65,23 @@ class _Linear(torch.autograd.Function):
         b: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        y, low = _multiply(x, weight, bias), None
+        rows, low = x.reshape(-1, x.shape[-1]), None
+        y = _multiply(rows, weight, bias)
         ctx.dtypes = None if a is None or b is None else (a.dtype, b.dtype)
         if a is not None and b is not None:
             a, b = a.to(y.dtype), b.to(y.dtype)
-            low = plain_matmul(x, a)
+            low = plain_matmul(rows, a)
             y.addmm_(low, b.t(), alpha=scale)
-        ctx.scale = scale
-        ctx.save_for_backward(None if a is None else x, weight, a, b, low)
-        return y
+        ctx.scale, ctx.shape = scale, x.shape
+        ctx.save_for_backward(None if a is None else rows, weight, a, b, low)
+        # No view, since modules write to outputs, which autograd forbids for views that a function returns.
+        out: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])  # noqa: SLF001
+        return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, a, b, low = ctx.saved_tensors
+        rows, weight, a, b, low = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
         dx = _multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
         da = db = None
         if a is not None:
@@ -85,9 +89,9 @@ class _Linear(torch.autograd.Function):
             if dx is not None:
                 dx.addmm_(dlow, a, alpha=ctx.scale)
             scaled, none = {"beta": 0, "alpha": ctx.scale}, grad.new_empty(1)
-            da = torch.addmm(none, dlow.t(), x, **scaled).to(ctx.dtypes[0])
+            da = torch.addmm(none, dlow.t(), rows, **scaled).to(ctx.dtypes[0])
             db = torch.addmm(none, grad.t(), low, **scaled).to(ctx.dtypes[1])
-        return dx, None, None, da, db, None
+        return None if dx is None else dx.view(ctx.shape), None, None, da, db, None
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
