@@ -50,10 +50,20 @@ class Tree:
     def grow(self, runs: Sequence[Segment]) -> None:
         """Take the runs of the micro-batch to compute next."""
         self._runs = runs
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the masks; a layer that is computed again makes its own."""
         self._made.clear()
 
     def attention(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float | None, sinks: Any
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> TreeAttention | KernelAttention:
         """Return what computes a layer's attention, of q [N, H, D], k [N, H / G, D] and v [N, H / G, E]."""
         window, shape = self._windows[module.layer_idx], (q.shape[1], k.shape[1])

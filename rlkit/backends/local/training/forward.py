@@ -120,6 +120,8 @@ class TrainingForward(LibraryModel):
         finally:
             for layer in layers:
                 del layer.forward  # which was the instance's; the class has its own
+            if self._tree is not None:
+                self._tree.forget()
 
 
 @attrs.frozen(eq=False)
