@@ -155,6 +155,7 @@ QUIET = {  # in backends, losses and critics: who catches what a bug raises and 
     ("backends/local/distributed/follower.py", "_follow_until_end"): "the process ends with it",
     ("backends/local/distributed/world.py", "release_all"): "the others are gone, or never came",
     ("backends/local/distributed/shard.py", "_return_freed_memory"): "where the system can",
+    ("backends/local/model/memory.py", "return_freed"): "where the system can",
     ("backends/local/model/hub.py", "_complete"): "a file that cannot be read is made again",
     ("backends/local/model/hub.py", "announces_tied"): "loading it says what is wrong",
     ("backends/local/model/probe.py", "__init__"): "a file that cannot be read is made again",

@@ -6,6 +6,8 @@ different ones.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 import threading
 import weakref
@@ -27,6 +29,7 @@ __all__ = [
     "free_bytes",
     "kv_bytes",
     "micro_batch_tokens_for",
+    "return_freed",
     "rows_that_fit",
     "to_device",
 ]
@@ -48,6 +51,12 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
     return None
+
+
+def return_freed() -> None:
+    """Give the system what was freed, also between what is kept: such holes add up to several times that."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Holder(Protocol):

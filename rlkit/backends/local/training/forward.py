@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlkit.backends.local.attention.tree import Segment, Window
 from rlkit.backends.local.model.base import Base, use_attention
 from rlkit.backends.local.model.forward import LibraryModel
-from rlkit.backends.local.model.memory import to_device
+from rlkit.backends.local.model.memory import return_freed, to_device
 from rlkit.backends.local.model.output_head import read_in_chunks, read_logits
 from rlkit.backends.local.products.linear import install, widen
 from rlkit.backends.local.training._attention import TREE, Tree
@@ -109,12 +109,18 @@ class TrainingForward(LibraryModel):
             self._tree.grow([Segment(0, rows.shape[1])])
         return super().arguments_of(rows)
 
+    def _compute_layer(self, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        if self.device.type == "cpu":
+            return_freed()  # of the layer before
+        return forward(*inputs, **named)
+
     @contextmanager
     def _layers_alone(self, batch: MicroBatch) -> Iterator[None]:
         long = torch.is_grad_enabled() and batch.tokens.size > self._budget
         layers: list[Any] = list(self.layers) if long else []
         for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            compute = partial(self._compute_layer, layer.forward)
+            layer.forward = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
         try:
             yield
         finally:
