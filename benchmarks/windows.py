@@ -1,13 +1,12 @@
-"""Models with sliding windows: rlkit's own forward and the library's modules in slots and trees, beside plain peft.
+"""Models with sliding windows, in slots and trees, beside plain peft.
 
     python benchmarks/windows.py [--rounds 2] [--threads 1]
 
-The first 10 layers of SmolLM2-135M: as they are; as Mistral with a window of 32 tokens in every layer (rlkit's own
-forward); as SmolLM3 with that window in every other layer (the library's modules). Beside them TRL's way: ``generate``
-with the adapter unmerged in one padded batch of all rows, and a padded step of 8 rows at a time. Prompts of 37 to 78
-tokens with 8 completions each, of 32 tokens in sampling and 64 in training. Each side is a process of its own; they
-take turns after a warm-up. Tokens of completions per CPU second go to the screen and to
-benchmarks/results/windows.json.
+The first 10 layers of SmolLM2-135M: as they are; as Mistral with a window of 32 tokens in every layer; as SmolLM3 with
+that window in every other layer. Beside them TRL's way: ``generate`` with the adapter unmerged in one padded batch of
+all rows, and a padded step of 8 rows at a time. Prompts of 37 to 78 tokens with 8 completions each, of 32 tokens in
+sampling and 64 in training. Each side is a process of its own; they take turns after a warm-up. Tokens of completions
+per CPU second go to the screen and to benchmarks/results/windows.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
 PATHS = {
-    "own": "slots, by rlkit's own forward; tree",
     "slots": "slots; tree",
     "cache": "the library's cache, in batches; rows",
     "request": "the library's cache, one request at a time; rows",

@@ -94,7 +94,7 @@ def test_packages_have_an_order():
 
 
 def test_floors_of_the_local_backend():
-    """Products, attention, model, cache, training, sampling, several processes: none knows one above it.
+    """Products, attention and cache, model, training, sampling, several processes: none knows one above it.
 
     Sampling stands on training, since it scores texts as training packs them.
     """
@@ -104,7 +104,7 @@ def test_floors_of_the_local_backend():
         return 1 + max((floor(x) for x in edges[room] if x in edges), default=0)
 
     floors = {room.removeprefix("rlkit.backends.local"): floor(room) for room in edges}
-    below = {".products": 1, ".attention": 2, ".model": 3, ".cache": 4, ".training": 4}
+    below = {".products": 1, ".attention": 2, ".cache": 2, ".model": 3, ".training": 4}
     assert floors == {**below, ".sampling": 5, "": 6, ".distributed": 7}
 
 

@@ -26,24 +26,20 @@ from tests.models.more_families import MORE
 __all__ = ["FAMILIES"]
 
 FAMILIES = {
-    "llama": Family("llama", path="own"),
-    "llama, tied": Family("llama", {"tie_word_embeddings": True}, "own"),
-    "llama, biases": Family("llama", {"attention_bias": True, "mlp_bias": True}, "own"),
-    "llama, rope llama3": Family("llama", {"rope_parameters": LLAMA3}, "own"),
-    "llama, rope yarn": Family("llama", {"rope_parameters": YARN}, "own"),
-    "llama, rope dynamic": Family("llama", {"rope_parameters": DYNAMIC}, "own"),
-    "llama, rope longrope": Family("llama", longrope(), "own"),
-    "mistral": Family("mistral", {"sliding_window": None}, "own"),
-    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "own"),
-    "mistral, window beyond the context": Family("mistral", {"sliding_window": 2 * LENGTH}, "own"),
-    "qwen2": Family("qwen2", path="own"),
-    "qwen2, window": Family(
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "own"
-    ),
-    "qwen3": Family("qwen3", {"tie_word_embeddings": True}, "own"),
-    "qwen3, window": Family(
-        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "own"
-    ),
+    "llama": Family("llama"),
+    "llama, tied": Family("llama", {"tie_word_embeddings": True}),
+    "llama, biases": Family("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, rope llama3": Family("llama", {"rope_parameters": LLAMA3}),
+    "llama, rope yarn": Family("llama", {"rope_parameters": YARN}),
+    "llama, rope dynamic": Family("llama", {"rope_parameters": DYNAMIC}),
+    "llama, rope longrope": Family("llama", longrope()),
+    "mistral": Family("mistral", {"sliding_window": None}),
+    "mistral, window": Family("mistral", {"sliding_window": WINDOW}),
+    "mistral, window beyond the context": Family("mistral", {"sliding_window": 2 * LENGTH}),
+    "qwen2": Family("qwen2"),
+    "qwen2, window": Family("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": Family("qwen3", {"tie_word_embeddings": True}),
+    "qwen3, window": Family("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "ministral3": Family(
         "ministral3", {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
     ),

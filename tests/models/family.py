@@ -21,7 +21,7 @@ class Family:
     Attributes:
         model_type: transformers' name of it.
         settings: of its config, beside ``SHAPE``.
-        path: by which it is computed: "own" (rlkit's forward), "slots", "cache", "request", "whole" or "refused".
+        path: by which it is computed: "slots", "cache", "request", "whole" or "refused".
         tree: whether sequences share what they begin with in training.
         note: why, or what gets no adapter.
         without: what of ``SHAPE`` its config does not take.

@@ -42,8 +42,6 @@ def find_paths(folder):
     from rlkit.backends.local.sampling.decoders import decoder_for
 
     base = load_base(str(folder), "float32", "cpu")
-    if base.llama:
-        return {"decoding": "own"}
     decoder_for(base, merge=False, prefix_bytes=0, cuda_graphs=False)
     found = attrs.asdict(base.known)
     return {name: found[name] for name in ("decoding", "continues") if found[name] is not None}

@@ -30,7 +30,7 @@ from rlkit.backends.local.model.base import COPIED_UNDER, Base, load_base
 from rlkit.backends.local.model.lora import adapter_seed, decide_head, describe_lora, with_adapter
 from rlkit.backends.local.model.memory import default_max_rows, free_bytes, micro_batch_tokens_for
 from rlkit.backends.local.model.probe import warn_untried
-from rlkit.backends.local.products.lora_linear import adapter_of
+from rlkit.backends.local.products.linear import adapter_of
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.sampler import LiveLocalSampler, LocalSampler, Snapshot, take_snapshot
 from rlkit.backends.local.sampling.scheduler import Scheduler

@@ -13,7 +13,6 @@ import torch
 from rlkit.backends import saves
 from rlkit.backends.early import SMOLLM2
 from rlkit.backends.local import LocalBackend
-from rlkit.backends.local.model.forward import merged_weight
 from rlkit.backends.local.model.hub import announces_tied, public_name
 from rlkit.backends.samplers import ADAPTER
 from rlkit.errors import CheckpointError
@@ -103,7 +102,11 @@ def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
         modules = dict(tree.named_modules())
         for name, (a, b) in snapshot.adapter.items():
             module = modules[name]
-            module.weight = torch.nn.Parameter(merged_weight(module, a, b, snapshot.scale), requires_grad=False)
+            delta = (b.float() @ a.float()) * snapshot.scale
+            if not isinstance(module, torch.nn.Linear):  # transformers' Conv1D keeps [in, out]
+                delta = delta.T
+            merged = (module.weight.float() + delta).to(module.weight.dtype)
+            module.weight = torch.nn.Parameter(merged, requires_grad=False)
         if head.weight is not tree.get_input_embeddings().weight:
             tree.config.tie_word_embeddings = False
         try:

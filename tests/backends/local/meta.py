@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.backends.local.cache import kv_cache
-from rlkit.backends.local.cache.kv_cache import CachedTokens, KVCache
+from rlkit.backends.local.cache.kv_cache import ATTENTION, KVCache
 from rlkit.backends.local.model.base import load_base
-from rlkit.backends.local.model.forward import LlamaForward
-from rlkit.backends.local.model.llama import fuse_layers
+from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.products import linear
 from rlkit.backends.local.training import _attention
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.micro_batches import pack
@@ -95,6 +95,7 @@ def with_fused_norms(monkeypatch):
 def with_kernels(monkeypatch):
     """All that is one kernel on a GPU, for counting on "meta"."""
     with_fused_norms(monkeypatch)
+    monkeypatch.setattr(linear, "_eps_of", lambda norm: norm.variance_epsilon)  # which compares numbers
     for module in (kv_cache, _attention):
         monkeypatch.setattr(module, "scaled_dot_product_attention", _kernel)
 
@@ -103,8 +104,8 @@ def meta_base(folder, dtype="bfloat16"):
     """A base whose weights have shapes alone."""
     base = load_base(folder, dtype, "cpu")
     model = copy.deepcopy(base.model).to("meta")
-    fuse_layers(model)
-    return attrs.evolve(base, model=model, device=META, llama=True, known={})
+    linear.fuse_weights(model)
+    return attrs.evolve(base, model=model, device=META)
 
 
 # Views, and memory that is not written: nothing is launched for them.
@@ -138,7 +139,7 @@ class Launches(TorchDispatchMode):
 
 def decode(base, watch, *, merge):
     """Return the operations of one decoding step of 3 rows."""
-    forward, cache = LlamaForward(base), KVCache()
+    forward, cache = SamplingForward(base, base.tree(ATTENTION)), KVCache()
     forward.load(_adapter(base), 0.5, merge=merge)
     cache.reserve(3, 40)
     tokens, positions = (torch.zeros(3, 1, dtype=torch.int64, device=base.device) for _ in range(2))
@@ -147,7 +148,7 @@ def decode(base, watch, *, merge):
         for mode in (torch.no_grad(), watch):  # keys and values get their memory in the first
             with mode:
                 mask = cache.at(0, positions, 40)
-                forward.logits(CachedTokens(tokens, positions, mask, cache, index))
+                forward.logits(tokens, positions, mask, cache, index)
     return watch.names
 
 

@@ -20,9 +20,8 @@ pytest.importorskip("transformers")
 
 from rlkit.backends.local.cache.library_cache import RowCache  # noqa: E402
 from rlkit.backends.local.model import base as base_module  # noqa: E402
-from rlkit.backends.local.model import llama, probe  # noqa: E402
+from rlkit.backends.local.model import probe  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.model.llama import Llama  # noqa: E402
 from rlkit.backends.local.products import prepacked  # noqa: E402
 from rlkit.backends.local.sampling._batching import ContinuousBatching  # noqa: E402
 from rlkit.backends.local.sampling._library import LibraryBatching  # noqa: E402
@@ -31,7 +30,6 @@ from rlkit.backends.local.training import _attention  # noqa: E402
 
 CPU = torch.device("cpu")
 MODELS = {  # which tiny model has the path, where it breaks, and what is found out about the model then
-    "rlkit's own forward": ("llama", Llama, "hidden", {"decoding": "slots"}),
     "decoding in slots": ("gpt2", ContinuousBatching, "prefill", {"decoding": "cache"}),
     "the library's cache": ("bloom", LibraryBatching, "decode", {"decoding": "whole"}),
     "a cache of unequal rows": ("bloom", RowCache, "remove", {"decoding": "request", "continues": True}),
@@ -39,14 +37,7 @@ MODELS = {  # which tiny model has the path, where it breaks, and what is found 
 PRODUCTS = {  # where it breaks, what is remembered of it, and whether it is taken
     "prepacked weights": (prepacked.Prepacked, "__call__", prepacked._works, lambda: prepacked._works(torch.float32)),
     "oneDNN's product": (prepacked, "_plain_onednn", prepacked._preferred, prepacked._preferred),
-    "MKL's packed product": (prepacked, "_library", prepacked.preferred, prepacked.available),
     "products of bfloat16": (prepacked, "wide_matmul", prepacked._right, lambda: prepacked._right(CPU)),
-    "a layer with fused norms": (
-        llama,
-        "fused_norm",
-        llama.fused_works,
-        lambda: llama.fused_works(CPU, torch.float32),
-    ),
     "flex_attention": (
         _attention.KernelAttention,
         "_flat",
@@ -115,7 +106,7 @@ def test_a_bug_in_a_continued_cache_warns(tiny, tmp_path, monkeypatch):
 def test_a_bug_in_a_product_warns(path, monkeypatch):
     """As one in the path of a model."""
     where, name, kept, works = PRODUCTS[path]
-    monkeypatch.setattr(prepacked, "preferred", lambda: False)
+    monkeypatch.setattr(prepacked, "_made_by_intel", lambda: False)
     monkeypatch.setattr(prepacked, "product", lambda x, w: x.float() @ w.float())  # which a CPU does not have
     if path == "flex_attention":
         monkeypatch.setattr(_attention, "FlexAttention", lambda runs, device: _attention.MaskedAttention(CPU))
@@ -132,7 +123,7 @@ def test_a_bug_in_a_product_warns(path, monkeypatch):
 def test_a_product_that_is_not_a_number_is_not_taken(path, monkeypatch, caplog):
     """As it agrees with nothing."""
     where, name, kept, works = PRODUCTS[path]
-    monkeypatch.setattr(prepacked, "preferred", lambda: False)
+    monkeypatch.setattr(prepacked, "_made_by_intel", lambda: False)
     monkeypatch.setattr(prepacked, "product", lambda x, w: x.float() @ w.float())
     monkeypatch.setattr(prepacked, "add_product", lambda y, x, w: y + x.float() @ w.float())
     right = getattr(where, name)

@@ -34,7 +34,7 @@ def models(tmp_path_factory):
     return [str(build("qwen3", folder / str(n), layers=n)) for n in (2, 3)]
 
 
-@pytest.mark.parametrize(("merge", "budget"), [(True, 18), (False, 26)])
+@pytest.mark.parametrize(("merge", "budget"), [(True, 32), (False, 44)])
 def test_decoding_is_few_launches(models, masked, merge, budget):
     """Norms, products, rotation, the KV cache, attention, the gated unit: of one layer, with adapters and without."""
     number, kinds = layers(lambda model: meta.decode(meta.meta_base(model), meta.Watch(), merge=merge), *models)

@@ -220,22 +220,6 @@ def test_the_merged_copy_follows_what_is_sampled(connect, kind):
         assert np.array_equal(base.logprobs(tokens).result(), seen[0])
 
 
-@pytest.mark.parametrize("change", ["replaced", "moved"])
-def test_weights_that_were_replaced_are_noticed(tiny, tmp_path, change):
-    """Several weights are read as one tensor, so a model that was changed by hand is refused, not misread."""
-    folder = shutil.copytree(tiny("llama"), tmp_path / "own")  # a base that no other test shares
-    policy = rlkit.connect("local", model=folder, seed=0, device="cpu")
-    model = policy.base.model
-    if change == "moved":
-        model.double()
-    else:
-        projection = model.model.layers[1].self_attn.k_proj
-        projection.weight = torch.nn.Parameter(projection.weight.clone(), requires_grad=False)
-    with pytest.raises(rlkit.BackendError, match="was moved after the model was loaded"):
-        policy.sampler().result().sample([5, 6], PARAMS).result()
-    policy.close()
-
-
 def test_lora_options_choose_modules(connect):
     """The three flags pick attention, MLP and head; target_modules names modules; nothing found is an error."""
 
@@ -617,7 +601,7 @@ def test_chunked_head(connect, kind, monkeypatch):
         policy.forward_backward(data, topk).result()
         policy.forward_backward(data, "cross_entropy").result()
         grads = [p.grad.clone() for p in policy._trainer.parameters.values()]
-        assert policy.base.llama or kept or policy._trainer.forward.splits
+        assert kept or policy._trainer.forward.splits
         gradients.append((first, grads))
         monkeypatch.undo()
     (a, one), (b, other) = gradients

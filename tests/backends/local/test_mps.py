@@ -13,9 +13,7 @@ pytest.importorskip("peft")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from rlkit.backends import _drawing  # noqa: E402
-from rlkit.backends.local.model import llama  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.model.llama import Layer  # noqa: E402
 from rlkit.backends.local.model.probe import logits_at  # noqa: E402
 from rlkit.backends.local.training import _attention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
@@ -57,8 +55,7 @@ def test_the_mode_bites():
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_layers_are_computed_without_float64(tmp_path, monkeypatch, merge):
-    """Decoding and training through the path of devices other than CPUs, with the layer that such a device gets."""
-    monkeypatch.setattr(llama, "layer_class", lambda *_: Layer)
+    """Decoding and training through the path of devices other than CPUs."""
     meta.with_kernels(monkeypatch)
     monkeypatch.setattr(_attention, "_flex_works", lambda *_: False)
     model = str(build("qwen3", tmp_path / "model"))

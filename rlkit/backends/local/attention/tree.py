@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from rlkit.backends.local.products.lora_linear import upcast
+from rlkit.backends.local.products.prepacked import upcast
 
 __all__ = [
     "LayerMasks",

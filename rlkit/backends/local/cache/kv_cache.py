@@ -9,6 +9,8 @@ libraries split a sum by its length, each in its own way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import attrs
 import numpy as np
@@ -18,23 +20,20 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from rlkit._fallback import NotSupportedHere
-from rlkit.backends.local.attention.tree import LayerMasks, narrowed
-from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.products.lora_linear import upcast
+from rlkit.backends.local.products.prepacked import upcast
 from rlkit.backends.requests import round_up
 
 __all__ = [
     "ATTENTION",
     "KEYS",
     "LENGTHS",
-    "CachedAttention",
-    "CachedTokens",
     "KVCache",
     "SharedPrefix",
     "Tile",
     "causal_mask",
     "matmul_attention",
     "sdpa_attention",
+    "sharing",
     "tile_of",
 ]
 
@@ -153,11 +152,12 @@ class KVCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [P, H, T, D], padding aside, and return keys and values [B, H, S, D]; called by the attention."""
+        states = key_states.to(value_states.dtype), value_states  # keys may come in float32 from their positions
         while len(self.store) <= layer_idx:
-            self.store.append((self._empty(key_states), self._empty(value_states)))
+            self.store.append((self._empty(states[0]), self._empty(states[1])))
         rows, places = self._places
         out = []
-        for stored, new in zip(self.store[layer_idx], (key_states, value_states), strict=True):
+        for stored, new in zip(self.store[layer_idx], states, strict=True):
             stored[rows, :, places] = new[: rows.shape[0]].transpose(1, 2)
             out.append(stored[self._slots, :, : self._read])
         return out[0], out[1]
@@ -323,47 +323,40 @@ class SharedPrefix:
 
 
 def matmul_attention(
-    _: object,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
+    mask: torch.Tensor | None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
-    **__: object,
-) -> tuple[torch.Tensor, None]:
+) -> torch.Tensor:
     """Compute attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
 
     Args:
-        query: [P, H, T, D]; the rows after the first B are padding.
-        key, value: [B, H / G, S, D].
-        attention_mask: added to the scores, [B, 1, T, S].
-        scaling: of the scores; None is D ** -0.5.
+        query: [B, H, T, D], already scaled.
+        key, value: [B, H / G, S, D] and [B, H / G, S, E].
+        mask: added to the scores, [B, 1, T, S].
         softcap: c tanh(scores / c), for the architectures that have it.
-        s_aux: the scores [H] of attention sinks, which take their share of each softmax and have no value (gpt-oss).
+        sinks: the scores [H] of attention sinks, which take their share of each softmax and have no value (gpt-oss).
         shared: which rows begin with the same keys and values; each of those is then read once.
 
     Returns:
-        [P, T, H, D], and no weights.
+        [B, T, H, E].
     """
-    padded, heads, length, width = query.shape
-    rows, key_heads = key.shape[:2]
-    stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
-    scaling = width**-0.5 if scaling is None else scaling
-    each = attention_mask
-    if each is not None and each.shape[1] > 1:
-        raise NotSupportedHere("the attention mask differs between heads")
-    if each is not None and length > 1:
-        each = each.repeat(1, 1, heads // key_heads, 1)
+    rows, heads, length, width = query.shape
+    key_heads = key.shape[1]
+    stacked = query.reshape(rows, key_heads, heads // key_heads * length, width)
+    if mask is None or mask.shape[1] > 1:
+        raise NotSupportedHere("the attention has no mask, or one that differs between heads")
+    each = mask if length == 1 else mask.repeat(1, 1, heads // key_heads, 1)
     tile = Tile(queries=1)
     if query.device.type == "cpu" and query.dtype == torch.float32:
         tile = tile_of(_attend, key_heads, width, value.shape[-1])
-    sinks = None if s_aux is None else s_aux.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)
-    out = _attend(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, sinks=sinks, shared=shared)
-    out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
+    if sinks is not None:
+        sinks = sinks.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)
+    out = _attend(stacked, key, value, each, tile, softcap=softcap, sinks=sinks, shared=shared)
+    return out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
 
 
 def _attend(
@@ -373,7 +366,6 @@ def _attend(
     mask: torch.Tensor | None,
     tile: Tile,
     *,
-    scaling: float = 1.0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
@@ -382,7 +374,7 @@ def _attend(
     count = query.shape[2]
     missing = -count % tile.queries  # a library may sum few rows otherwise than many
     stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
-    scores = _scores(upcast(stacked), key, shared).mul_(scaling)  # scores of 20 have two digits in bfloat16
+    scores = _scores(upcast(stacked), key, shared)  # scores of 20 have two digits in bfloat16
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -469,68 +461,47 @@ def _apart(x: torch.Tensor, n: int) -> torch.Tensor:
     return x.unflatten(1, (n, -1)).transpose(0, 1)
 
 
-AttentionInterface.register(ATTENTION, matmul_attention)
+_shared: ContextVar[SharedPrefix | None] = ContextVar("shared", default=None)
 
 
-class CachedAttention:
-    """Attention of tokens [B, T] over the KV cache in one layer, as ``Llama`` calls it.
+@contextmanager
+def sharing(shared: SharedPrefix | None) -> Iterator[None]:
+    """Tell the attention what rows of a forward pass begin alike, while open."""
+    token = _shared.set(shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _attend_in_slots(
+    _: object,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **__: object,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention's output [P, T, H, E], and no weights, as modules of transformers want it.
 
     Args:
-        kv_cache: told by ``KVCache.at`` where these tokens are.
-        layer: its number.
-        mask: [B, 1, T, S], added to the scores: by matrix products on a CPU, by torch's kernel elsewhere.
-        shape: (B, T), padding included.
-        shared: which of the B rows begin alike.
+        query: [P, H, T, D]; the rows after the first B are padding.
+        key, value: what ``KVCache.update`` returned, [B, H / G, S, D] and [B, H / G, S, E].
+        attention_mask, softcap, s_aux: see ``matmul_attention``.
+        scaling: of the scores; None is D ** -0.5.
     """
-
-    def __init__(
-        self, kv_cache: KVCache, layer: int, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None
-    ) -> None:
-        self._kv_cache, self._layer, self._mask, self._shape, self._shared = kv_cache, layer, mask, shape, shared
-        self._matmul = mask.device.type == "cpu"
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Map q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
-        q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        keys, values = self._kv_cache.update(k, v, self._layer)
-        if self._matmul:
-            out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
-        else:
-            out = sdpa_attention(q, keys, values, self._mask)
-        return out.flatten(0, 1).flatten(1)
+    rows, width = key.shape[0], query.shape[-1]
+    # Scaled here: that are N D numbers, not N S scores. Rounded as in training.
+    scaled = query[:rows].to(value.dtype) * (width**-0.5 if scaling is None else scaling)
+    if query.device.type == "cpu" or softcap is not None or s_aux is not None or value.shape[-1] != width:
+        out = matmul_attention(scaled, key, value, attention_mask, softcap, s_aux, _shared.get())
+    else:
+        out = sdpa_attention(scaled, key, value, attention_mask)
+    missing = query.shape[0] - rows
+    return (torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, missing)) if missing else out.contiguous()), None
 
 
-@attrs.frozen(eq=False)
-class CachedTokens:
-    """Tokens whose keys and values go to the KV cache, as inputs of a ``Forward``.
-
-    Attributes:
-        tokens, positions: [B, T], padding included.
-        mask: what ``KVCache.at`` returned for them.
-        index: [n], flat places of the tokens that need logits.
-        shared: which of the B rows begin alike; the library's modules do not make use of it.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
-    kv_cache: KVCache
-    index: torch.Tensor
-    shared: SharedPrefix | None = None
-
-    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[CachedAttention], torch.Tensor]:
-        """See ``Inputs.for_llama``."""
-        mask, queries = self.mask, self.positions[: self.mask.shape[0]]
-        mask = mask if mask.device.type == "cpu" else mask.to(llama.dtype)  # as torch's kernel wants it
-        masks = {window: narrowed(mask, window, queries) for window in set(llama.windows)}
-        attentions = [
-            CachedAttention(self.kv_cache, layer, masks[window], self.tokens.shape, self.shared)
-            for layer, window in enumerate(llama.windows)
-        ]
-        return self.tokens.flatten(), self.positions.flatten(), attentions, self.index
-
-    def for_library(self, masks: LayerMasks) -> tuple[dict[str, object], torch.Tensor]:
-        """See ``Inputs.for_library``."""
-        mask = masks.of(self.mask, self.positions[: self.mask.shape[0]])
-        arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
-        return {**arguments, "past_key_values": self.kv_cache, "use_cache": True}, self.index
+AttentionInterface.register(ATTENTION, _attend_in_slots)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from rlkit.backends.local.training.forward import layers_of
+from rlkit.backends.local.model.forward import layers_of
 from rlkit.backends.local.training.micro_batches import pack
 from rlkit.backends.local.training.trainer import Inputs
 from rlkit.errors import ConfigError
@@ -59,7 +59,7 @@ def shard(base: Base, model: PeftModel, mesh: DeviceMesh, device: torch.device) 
     model.to(device)
     if device.type == "cpu":
         _return_freed_memory()
-    return attrs.evolve(base, model=model.get_base_model(), device=device, llama=False)
+    return attrs.evolve(base, model=model.get_base_model(), device=device)
 
 
 def _return_freed_memory() -> None:

@@ -14,41 +14,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 import attrs
-import numpy as np
 import torch
 
 from rlkit._fallback import REFUSALS, Outcome, try_path
 from rlkit._runtime import warn
 from rlkit.backends.early import device_of
 from rlkit.backends.hub import hub_source
-from rlkit.backends.local.attention.tree import (
-    Segment,
-    TreeAttention,
-    Window,
-    announced,
-    context,
-    layer_windows,
-    shorten,
-)
+from rlkit.backends.local.attention.tree import Window, announced, context, layer_windows, shorten
 from rlkit.backends.local.model.hub import hub_id, located, model_path
-from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
-from rlkit.backends.local.model.memory import KVAccount, to_device
-from rlkit.backends.local.model.output_head import Unembedding
+from rlkit.backends.local.model.memory import KVAccount
 from rlkit.backends.local.model.probe import (
+    LLAMA,
     SLOTS,
-    TREES,
     WHOLE,
     Passed,
     Probe,
     causal,
     key_of,
-    logits_at,
     probe_of,
     trainable_linears,
 )
 from rlkit.backends.local.products import prepacked
-from rlkit.backends.local.products.lora_linear import upcast
-from rlkit.backends.local.products.prepacked import PrepackedCopies, Weight
+from rlkit.backends.local.products.linear import fuse_weights
+from rlkit.backends.local.products.prepacked import PrepackedCopies, Weight, upcast
 from rlkit.backends.tokenizers import BRINGS_CODE, LocalTokenizer, reason_of
 from rlkit.errors import ConfigError
 
@@ -86,7 +74,6 @@ class Base:
     Attributes:
         max_length: tokens at most of a sequence that is trained or sampled.
         probe: tokens that ways to compute it are compared on.
-        llama: whether ``Llama`` computes what the library does, and so samples.
         linear: names of the linear modules that an adapter on has its effect.
         known: what was found out about the library's modules of it.
         passed: checks that need not be made.
@@ -100,7 +87,6 @@ class Base:
     max_length: int
     device: torch.device
     probe: Probe
-    llama: bool
     linear: frozenset[str]
     known: Known = attrs.field(factory=Known)
     passed: Passed = attrs.field(factory=Passed)
@@ -168,7 +154,12 @@ class Base:
     @property
     def trees(self) -> bool:
         """Return whether what sequences begin with is computed once in training, as tests show of its architecture."""
-        return self.kind in TREES and self.windows is not None
+        return self.kind in SLOTS and self.windows is not None
+
+    @property
+    def wide(self) -> bool:
+        """Return whether its residual stream, norms and head are computed in float32 although it is in bfloat16."""
+        return self.kind in LLAMA and self.model.dtype == torch.bfloat16
 
     @property
     def plain(self) -> bool:
@@ -261,6 +252,7 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
             hf = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model.name_or_path = hub_id(located(path))  # which adapters name as their base: what other libraries can load
         model = model.eval().requires_grad_(False)
+        fuse_weights(model)
         size = model.get_input_embeddings().num_embeddings
         tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
         max_length = context(model.config.get_text_config())
@@ -286,8 +278,7 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
         )
     if found is None:
         passed.note("linear", sorted(linear))
-    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, passed=passed)
-    return attrs.evolve(base, llama=is_llama(model) and _llama_agrees(base))
+    return Base(path, model, tokenizer, max_length, device, probe, linear, passed=passed)
 
 
 def _check_attention(config: PreTrainedConfig) -> None:
@@ -295,32 +286,6 @@ def _check_attention(config: PreTrainedConfig) -> None:
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if "/" in str(getattr(each, "_attn_implementation", None)):
             raise ValueError(f"{BRINGS_CODE}: attn_implementation {each._attn_implementation!r}")  # noqa: SLF001
-
-
-def _llama_agrees(base: Base) -> bool:
-    """Return whether ``Llama`` gives the logits that the model's own forward gives."""
-    windows = layer_windows(base.model.config)
-    if windows is None or (any(windows) and not base.probe.beyond):
-        return False
-    fuse_layers(base.model)
-    slower = "the library's forward computes it: sampling is slower"
-    return base.tries("rlkit's own forward", _same_logits, slower)
-
-
-@torch.no_grad()
-def _same_logits(base: Base) -> Outcome:
-    probe = base.probe
-    model = base.trial()
-    expected = logits_at(model, probe.tokens[None], probe.places)
-    llama = Llama(model, {}, 0.0)
-    n = probe.tokens.size
-    runs = [Segment(0, n)]
-    trees = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
-    attentions = [lambda q, k, v, tree=tree: tree.forward(q, k, v)[0] for tree in trees]
-    tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
-    hidden = llama.hidden(tokens, positions, attentions, places)
-    logits = Unembedding(output_embedding(model)).logits(hidden)
-    return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

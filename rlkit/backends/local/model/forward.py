@@ -1,88 +1,32 @@
-"""The forward pass of sampling: rlkit's own, or the library's.
+"""The forward pass of a model of the library, at the places of a batch whose logits are read.
 
-``Forward`` has two implementations, ``LlamaForward`` and ``LibraryForward``; ``Inputs`` are a step over the KV cache,
-in the form that either reads. ``LibraryModel`` is what training has in common with the latter.
+``LibraryModel`` is what training and sampling have in common; ``SamplingForward`` has a snapshot's adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.attention.tree import LayerMasks
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.llama import Attention, Llama
 from rlkit.backends.local.model.memory import to_device
-from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, hidden_to_keep, logits_to_keep
-from rlkit.backends.local.products.lora_linear import Adapter
-from rlkit.backends.local.products.prepacked import PackedLinear, Prepacked, Weight
+from rlkit.backends.local.model.output_head import CHUNK, KEPT, hidden_to_keep, logits_to_keep
+from rlkit.backends.local.products.linear import Adapter, Product, install_norms, widen
+from rlkit.backends.local.products.prepacked import Weight
 
 if TYPE_CHECKING:
     from rlkit.backends.local.training.micro_batches import MicroBatch
 
-__all__ = ["Forward", "Inputs", "LibraryForward", "LibraryModel", "LlamaForward", "merged_weight"]
-
-
-class Inputs(Protocol):
-    """The tokens of one forward."""
-
-    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[Attention], torch.Tensor]:
-        """Return tokens [N], positions [N], how they see one another in each layer, and the places [n] of outputs."""
-
-    def for_library(self, masks: LayerMasks) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the model's keyword arguments, and the places [n] of its flattened tokens [B T]."""
-
-
-class Forward(Protocol):
-    """A causal language model with one LoRA in it."""
-
-    def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        """Take an adapter, merged into copies of the weights or separate from them."""
-
-    def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """Return [out, in] of every product of the layers, and of the output embedding."""
-
-    def logits(self, inputs: Inputs) -> torch.Tensor:
-        """Return logits [n, V]."""
-
-
-class LlamaForward:
-    """rlkit's own forward of ``Llama``.
-
-    Args:
-        base: a model for which ``base.llama`` holds.
-
-    Attributes:
-        addresses: of the weights that ``load`` made; on a GPU they stay from adapter to adapter.
-    """
-
-    def __init__(self, base: Base) -> None:
-        self._base = base
-        self._llama, self._head = Llama(base.model, {}, 0.0), Unembedding(base.head)
-        self.addresses: tuple[int, ...] = ()
-
-    def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        self._llama.attach(adapter, scale)
-        packed, in_place = self._base.packed(self._base.head), self._base.device.type != "cpu"
-        self._head.load(adapter.get("lm_head"), scale, packed, merge=merge, in_place=in_place)
-        if merge and (adapter or not isinstance(packed, Prepacked)):  # all who sample the base share its packed weights
-            self._llama.merge()
-        else:
-            self._llama.prepare(self._base.packed)
-        self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
-
-    def weights(self) -> tuple[list[Weight], list[Weight]]:
-        return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
-
-    def logits(self, inputs: Inputs) -> torch.Tensor:
-        return self._head.logits(self._llama.hidden(*inputs.for_llama(self._llama)))
+__all__ = ["LibraryModel", "SamplingForward", "layers_of"]
 
 
 class LibraryModel:
@@ -90,12 +34,16 @@ class LibraryModel:
 
     Args:
         model: a causal language model, with an adapter or without.
+
+    Attributes:
+        layers: of the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         scale_queries_by_position(model)
         self._config = model.config.get_text_config()
+        self.layers = layers_of(model)
         self.splits: bool | None = None
 
     @property
@@ -146,70 +94,70 @@ class LibraryModel:
         return self.splits
 
 
-class LibraryForward(LibraryModel):
-    """The model's own forward.
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model of transformers, those that are not within another one (as in Zamba2)."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
-    Its modules hold one adapter at a time. Merged, they get the weight W + scale B A, one copy, computed
-    in float32 and cast, and prepacked on a CPU; unmerged, the adapter is added to each module's output. The base's own
-    tensors are never written, and a tied head is untied by its own weight.
+
+class SamplingForward(LibraryModel):
+    """The forward pass of a snapshot, whose adapter is in the model's modules; the base's tensors are never written.
 
     Args:
-        model: a tree of modules for ``load`` alone.
-        packed: gives a weight of the base's prepacked, as sampling multiplies by it; None leaves them to the modules.
+        base: the model.
+        model: a tree of its modules for ``load`` alone.
+        prepack: whether the base's own weights are prepacked, for all who sample it.
+
+    Attributes:
+        addresses: of what ``load`` made; on a GPU they stay from adapter to adapter.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: Callable[[torch.Tensor], Weight] | None = None) -> None:
+    def __init__(self, base: Base, model: PreTrainedModel, *, prepack: bool = True) -> None:
         super().__init__(model)
-        self._prepack = packed
         self._masks = LayerMasks(self._config, model.dtype)
-        self._packed: dict[str, PackedLinear] = {}
-        self._undo: list[Callable[[], object]] = []  # takes the adapter out of a module
-        self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
+        install_norms(model)
+        if base.wide:
+            widen(model, self.layers, base.head)
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            # Whatever else a subclass may give, where an adapter learns it gives the product.
+            if type(module) in (nn.Linear, Conv1D) or (name in base.linear and isinstance(module, nn.Linear))
+        }
+        self.addresses: tuple[int, ...] = ()
+        self._products = Product.for_all(linears, base.packed if prepack else torch.Tensor.detach)
 
-    @torch.no_grad()
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        self._low_rank.clear()
-        for name, (a, b) in adapter.items():
-            module = self.model.get_submodule(name)
-            if not merge:
-                self._undo.append(module.register_forward_hook(_add_lora(a, b, scale), prepend=True).remove)
-                self._low_rank += [a, b]
-            elif self._packs(module):
-                if name in self._packed:
-                    self._unpack(name)
-                self._packed[name] = PackedLinear(module, merged_weight(module, a, b, scale))
-                self._undo.append(partial(self._unpack, name))
-            else:
-                self._undo.append(partial(setattr, module, "weight", module.weight))
-                module.weight = nn.Parameter(merged_weight(module, a, b, scale), requires_grad=False)
-        if self._prepack is not None:  # the others, which stay so from adapter to adapter
-            for name, module in self.model.named_modules():
-                if name not in self._packed and self._packs(module):
-                    self._packed[name] = PackedLinear(module, prepack_own=self._prepack)
-
-    def _unpack(self, name: str) -> None:
-        self._packed.pop(name).remove()
-
-    def _packs(self, module: nn.Module) -> bool:
-        return type(module) is nn.Linear and self.device.type == "cpu"
+        """Take an adapter, merged into copies of the weights or separate from them."""
+        for product in self._products:
+            product.load(adapter, scale, merge=merge)
+        self.addresses = tuple(x for product in self._products for x in product.addresses)
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        head = self.model.get_output_embeddings()
-        layers: list[Weight] = list(self._low_rank)
-        last: list[Weight] = list(self._low_rank)
-        for name, module in self.model.named_modules():
-            if name in self._packed:
-                (last if module is head else layers).append(self._packed[name].weight)
-            elif isinstance(module, (nn.Linear, Conv1D)):
-                weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
-                (last if module is head else layers).append(weight)
-        return layers, last
+        """Return [out, in] of every product of the layers, and of the output embedding."""
+        left = {m: [m.weight] for m in self.model.modules() if isinstance(m, nn.Linear)}
+        for product in self._products:
+            first, *others = product.modules.values()
+            left |= {first: product.weights, **{m: [] for m in others}}
+        last = left.pop(self.model.get_output_embeddings(), [])
+        return [x for weights in left.values() for x in weights], last
 
-    def logits(self, inputs: Inputs) -> torch.Tensor:
-        return self.logits_at(*inputs.for_library(self._masks))
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache, index: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits [n, V] at the flat ``index`` of tokens whose keys and values go to a cache.
+
+        Args:
+            tokens, positions: [B, T], padding included.
+            mask: which keys of the cache they see, numbers that are added to the scores, [B, 1, T, S].
+            cache: of keys and values.
+            index: [n].
+        """
+        arguments = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+        mask = mask if mask.device.type == "cpu" else mask.to(self.model.dtype)  # as torch's kernel wants it
+        masks = self._masks.of(mask, positions[: mask.shape[0]])
+        return self.logits_at({**arguments, "attention_mask": masks}, index)
 
     def logits_in_parts(self, batch: MicroBatch) -> Iterator[torch.Tensor]:
         """Yield logits [n, V] of a micro-batch's rows, ``CHUNK`` at a time where they are many."""
@@ -220,25 +168,6 @@ class LibraryForward(LibraryModel):
             return
         for hidden in self.hidden_at(arguments, index).split(CHUNK):
             yield self.head(hidden)
-
-
-def merged_weight(module: nn.Module, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a new tensor W + scale B A, computed in float32 and cast to the dtype of the module's weight."""
-    delta = (b.float() @ a.float()) * scale
-    if not isinstance(module, nn.Linear):  # transformers' Conv1D keeps [in, out]
-        delta = delta.T
-    merged: torch.Tensor = (module.weight.float() + delta).to(module.weight.dtype)
-    return merged
-
-
-def _add_lora(
-    a: torch.Tensor, b: torch.Tensor, scale: float
-) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
-    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        low = args[0].to(a.dtype) @ a.T
-        return (output + (low @ b.T) * scale).to(output.dtype)  # rounded once, as in training
-
-    return hook
 
 
 def scale_queries_by_position(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rlkit._runtime import warn
 from rlkit.backends.local.model.base import PROCESS_WIDE, Base
-from rlkit.backends.local.products.lora_linear import adapter_of
+from rlkit.backends.local.products.linear import adapter_of
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from rlkit.backends.local.model.probe import LLAMA
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -177,4 +179,4 @@ def activation_bytes(base: Base) -> float:
     # attended to; the attention's output; gate and up, the activation of the one and its product with the other.
     attention = 2 * (heads + 2 * key_heads) * head_dim + heads * head_dim
     layer = 8 * hidden + width * (2 * hidden + attention + 4 * inner)
-    return float(config.num_hidden_layers * layer * (1 if base.llama else OTHERS))
+    return float(config.num_hidden_layers * layer * (1 if base.kind in LLAMA else OTHERS))

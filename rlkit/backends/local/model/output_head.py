@@ -16,13 +16,10 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.backends.local.products.lora_linear import LoraPair, keep_address, upcast
-from rlkit.backends.local.products.prepacked import Weight, matmul, prepack
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHUNK", "KEPT", "Unembedding", "hidden_to_keep", "logits_to_keep", "read_in_chunks", "read_logits"]
+__all__ = ["CHUNK", "KEPT", "hidden_to_keep", "logits_to_keep", "read_in_chunks", "read_logits"]
 
 
 @contextmanager
@@ -67,53 +64,6 @@ def _at(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 CHUNK = 256  # rows of logits at once
 KEPT = 2**26  # numbers [n, V] that are simply kept: 256 MB in float32, cheaper than computing them twice
-
-
-class Unembedding:
-    """The output embedding without a bias, and its LoRA.
-
-    Args:
-        weight: [V, hidden], in float32 at least, or as ``wide_matmul`` takes it.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        self.a: torch.Tensor | None = None  # of an adapter that is not merged
-        self.b: torch.Tensor | None = None
-        self._scale = 0.0
-        self._packed: Weight = weight  # what ``logits`` multiplies by, with the adapter merged into it or not
-        self._merged = False
-
-    @property
-    def weights(self) -> list[Weight]:
-        """Return every [out, in] that ``logits`` multiplies by."""
-        return [x for x in (self._packed, self.a, self.b) if x is not None]
-
-    @torch.no_grad()
-    def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool, in_place: bool) -> None:
-        """Take a copy of an adapter, or of the weight with it.
-
-        ``packed`` is the weight itself, prepacked where that is worth it. ``in_place``: the next merged copy, also of
-        the weight alone, is written to the address of the one before.
-        """
-        self._scale = scale
-        place = self._packed if in_place and self._merged and isinstance(self._packed, torch.Tensor) else None
-        self._packed, self._merged = packed, merge and (pair is not None or place is not None)
-        before, self.a, self.b = (self.a, self.b), None, None
-        if self._merged:
-            weight = upcast(self.weight)
-            if pair is not None:
-                weight = torch.addmm(weight, pair[1].float(), pair[0].float(), alpha=scale)
-            self._packed = prepack(weight, place)
-        elif pair is not None:
-            self.a, self.b = (keep_address(new.clone(), old) for new, old in zip(pair, before, strict=True))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [n, hidden] to [n, V]."""
-        y = matmul(hidden, self._packed)
-        if self.a is None or self.b is None:
-            return y
-        return y + (hidden @ self.a.t()) @ self.b.t() * self._scale
 
 
 def read_in_chunks(

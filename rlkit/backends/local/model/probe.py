@@ -40,9 +40,9 @@ from rlkit.backends.local.model.output_head import logits_to_keep
 
 __all__ = [
     "BATCHED",
+    "LLAMA",
     "NOT_CONTINUED",
     "SLOTS",
-    "TREES",
     "WHOLE",
     "Passed",
     "Probe",
@@ -192,7 +192,7 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 _FAMILIES = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text("utf-8"))
 _KEYS = "slots", "batched", "whole", "not_continued"
 SLOTS, BATCHED, WHOLE, NOT_CONTINUED = (frozenset[str](_FAMILIES[key]) for key in _KEYS)
-TREES = SLOTS | {"llama", "mistral", "qwen2", "qwen3"}  # trained as trees, as tests/models shows
+LLAMA = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose residual stream can be in float32 alone
 
 
 @attrs.frozen(eq=False)

@@ -1,13 +1,8 @@
 """Matrix products: prepacked weights on a CPU, weights as they lie, and how many rows make a product batch-invariant.
 
 A product with a plain weight matrix rearranges it first, every time; for a few rows that takes as long as the product.
-oneDNN and MKL can keep the rearranged weight (``Prepacked``). In float32 this also makes products batch-invariant: a
-row has the same bits however many rows the batch has. MKL is written for its maker's processors; on others oneDNN is
-faster, by a third for 64 rows and twice for 8.
-
-Torch has MKL's packed product as ``torch.ops.mkl``, but with memory of malloc's: MKL asks for up to nine times as much
-as it writes, and where malloc gives memory that was used before, all of it stays in use. ``PackedGemm`` calls it in the
-library that torch brings along, with its own pages, of which those that are never written to take no memory.
+oneDNN can keep the rearranged weight (``Prepacked``). In float32 this also makes products batch-invariant: a row has
+the same bits however many rows the batch has.
 
 On GPUs, products of bfloat16 weights have results in float32: sums in float32 are not rounded again. The output head is
 computed in float32, but its weight is a model's, in bfloat16. ``wide_matmul`` needs no float32 copy of it and no
@@ -17,105 +12,35 @@ each, so that x W^T = x1 W^T + x2 W^T + x3 W^T, with an error as of a product in
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from rlkit._fallback import NotSupportedHere, Outcome, try_path
 
 __all__ = [
     "MAX_ROWS",
-    "PackedGemm",
-    "PackedLinear",
     "Prepacked",
     "PrepackedCopies",
     "Weight",
     "add_product",
-    "available",
     "invariant_row_multiple",
+    "keep_address",
     "matmul",
     "padding_unit",
     "plain_matmul",
-    "preferred",
     "prepack",
     "product",
-    "torch_matmul",
+    "upcast",
     "wide_matmul",
     "works",
 ]
 
 ROWS = 64  # that a weight is packed for; any number can be computed
-ROW_MAJOR, PLAIN, TRANSPOSED, PACKED, SECOND = 101, 111, 112, 151, 162  # of mkl_cblas.h
-
-
-class PackedGemm:
-    """x [N, in] -> x W^T [N, out] in float32, without a gradient.
-
-    Args:
-        weight: float32 [out, in] on the CPU; it is copied.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        weight = weight.float().contiguous()
-        self._mkl = _library()
-        self._outputs, self._inputs = weight.shape
-        size = self._mkl.cblas_sgemm_pack_get_size(SECOND, ROWS, self._outputs, self._inputs)
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        shape = (ROWS, self._outputs, self._inputs)
-        self._mkl.cblas_sgemm_pack(
-            ROW_MAJOR, SECOND, TRANSPOSED, *shape, 1.0, weight.data_ptr(), self._inputs, self._address
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [N, in] to [N, out]."""
-        if x.dtype != torch.float32 or x.device.type != "cpu" or x.shape[1:] != (self._inputs,):
-            raise TypeError(f"got {x.dtype} {tuple(x.shape)} on {x.device}; expected float32 [N, {self._inputs}], cpu")
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._outputs)
-        shape = (x.shape[0], self._outputs, self._inputs)
-        self._mkl.cblas_sgemm_compute(
-            ROW_MAJOR, PLAIN, PACKED, *shape, x.data_ptr(), self._inputs, self._address, self._outputs, 0.0,
-            out.data_ptr(), self._outputs,
-        )  # fmt: skip
-        return out
-
-
-def available() -> bool:
-    """Return whether this build of torch brings MKL, with the names that are needed."""
-    if not torch.backends.mkl.is_available() or sys.platform != "linux":
-        return False
-    return try_path("MKL's packed product", lambda: Outcome(bool(_library())), "oneDNN computes it")
-
-
-@functools.cache
-def preferred() -> bool:
-    """Return whether MKL is there, and this processor one that it is written for."""
-    info = Path("/proc/cpuinfo")
-    return available() and info.exists() and "GenuineIntel" in info.read_text()
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    integer, address, number = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        size, pack, compute = (getattr(library, f"cblas_sgemm_{x}") for x in ("pack_get_size", "pack", "compute"))
-    except (OSError, AttributeError) as error:  # a build without this file, or without one of these names
-        raise NotSupportedHere(str(error)) from error
-    size.argtypes, size.restype = [integer] * 4, ctypes.c_size_t
-    pack.argtypes, pack.restype = [*[integer] * 6, number, address, integer, address], None
-    matrices = [address, integer, address, integer, number, address, integer]
-    compute.argtypes, compute.restype = [*[integer] * 6, *matrices], None
-    return library
 
 
 def plain_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,7 +50,7 @@ def plain_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     weights of either layout.
 
     Args:
-        x: [N, in].
+        x: [..., in].
         weight: [out, in], of any strides, in the same dtype.
         bias: [out].
 
@@ -134,12 +59,7 @@ def plain_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """
     if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and _preferred():
         return _plain_onednn(x, weight, bias)
-    return torch_matmul(x, weight, bias)
-
-
-def torch_matmul(x: torch.Tensor, weight: torch.Tensor, summand: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + summand as torch's modules compute it, and as ``batch_invariance`` measures it: for sampling."""
-    return x @ weight.t() if summand is None else torch.addmm(summand, x, weight.t())
+    return F.linear(x, weight, bias)
 
 
 def _plain_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -151,9 +71,14 @@ def _plain_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 @functools.cache
 def _preferred() -> bool:
     """Return whether this build of torch has oneDNN's products, they are right, and MKL's are not the better ones."""
-    if preferred() or not torch.backends.mkldnn.is_available():
+    if _made_by_intel() or not torch.backends.mkldnn.is_available():
         return False
     return try_path("oneDNN's product", _compare_plain, "MKL computes it", refusals=(AttributeError, RuntimeError))
+
+
+def _made_by_intel() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "GenuineIntel" in info.read_text()
 
 
 def _compare_plain() -> Outcome:
@@ -181,7 +106,9 @@ def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tens
 
 
 def wide_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x W^T in float32, of x [n, in] in float32 and W [out, in] in bfloat16, without a gradient."""
+    """Return x W^T in float32, of x [..., in] in float32 and W [out, in] in bfloat16, without a gradient."""
+    if x.ndim > 2:
+        return wide_matmul(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)
@@ -231,16 +158,11 @@ class Prepacked:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.shape = weight.shape
-        self._multiply: Callable[[torch.Tensor], torch.Tensor]
-        if weight.dtype == torch.float32 and preferred():
-            self._multiply = PackedGemm(weight)
-        else:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)  # noqa: SLF001  # no public name
-            self._multiply = partial(_plain_onednn, weight=packed, bias=None)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)  # noqa: SLF001  # no public name
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [N, in] to [N, out]."""
-        return self._multiply(x)
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [..., in] to [..., out]; ``bias`` [out] is added."""
+        return _plain_onednn(x, self._packed, bias)
 
 
 Weight: TypeAlias = torch.Tensor | Prepacked  # [out, in]
@@ -283,13 +205,14 @@ def prepack(weight: torch.Tensor, place: Weight | None = None) -> Weight:
     return Prepacked(weight) if _works(weight.dtype) else weight.T.contiguous().T
 
 
-def matmul(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return x W^T; in float32 where x is, also with a weight in bfloat16."""
+def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + bias, without a gradient; in float32 where x is, also with a weight in bfloat16."""
     if isinstance(weight, Prepacked):
-        return weight(x)
-    if x.dtype == torch.float32 and weight.dtype == torch.bfloat16:
-        return wide_matmul(x, weight)
-    return x @ weight.t()
+        return weight(x, bias)
+    if x.dtype == weight.dtype:
+        return plain_matmul(x, weight, bias)
+    y = wide_matmul(x, weight)
+    return y if bias is None else y + bias
 
 
 @functools.cache
@@ -314,45 +237,15 @@ def _compare(dtype: torch.dtype) -> Outcome:
     return Outcome(off < bound, f"off by {off:.2g}, at most {bound:.2g}")
 
 
-class PackedLinear:
-    """The forward of a linear module, without a gradient, by a prepacked weight.
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    Args:
-        module: the module, which computes so until ``remove``.
-        weight: [out, in], another one than its own; the module's is then not a number, so that no one reads the wrong
-            one past its forward. Without one, its own is prepacked when it is first called.
-        prepack_own: how.
-    """
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        weight: torch.Tensor | None = None,
-        prepack_own: Callable[[torch.Tensor], Weight] = prepack,
-    ) -> None:
-        self._module, self._own, self._prepack_own = module, module.weight, prepack_own
-        self._packed = None if weight is None else prepack(weight)
-        if weight is not None:
-            nothing = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
-            module.weight = nn.Parameter(nothing.expand(weight.shape), requires_grad=False)
-        module.forward = self
-
-    @property
-    def weight(self) -> Weight:
-        """Return the weight [out, in] of the product."""
-        if self._packed is None:
-            self._packed = self._prepack_own(self._own.detach())
-        return self._packed
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., in] to [..., out]."""
-        out = matmul(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
-        return out if self._module.bias is None else out.add_(self._module.bias)
-
-    def remove(self) -> None:
-        """Restore the module's own computation."""
-        del self._module.forward
-        self._module.weight = self._own
+def keep_address(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """Copy ``new`` into the old buffer where it fits, so that recorded CUDA graphs stay valid."""
+    fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
+    return old.copy_(new) if fits and old is not None else new
 
 
 DENSE_PROBE_ROWS = 32  # up to here every even number of rows is tried, beyond it multiples of 16, or it takes seconds

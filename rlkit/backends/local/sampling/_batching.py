@@ -7,7 +7,7 @@ A CUDA graph is a step whose kernels, the same for every token, are recorded onc
 writes fixed addresses and has fixed shapes. So there is one for each number of rows and of keys, both rounded up, and
 all are recorded again when what they read has moved: the KV cache as it grows, weights if a sampler's first snapshot
 had another adapter's shape (``keep_address`` keeps them where they are). Norms and biases belong to the sampler's
-``LlamaForward``, which lives as long as its graphs, and all logits go to one buffer.
+forward, which lives as long as its graphs, and all logits go to one buffer.
 
 No graph is taken unseen: each is recorded with other tokens at other positions than those that it is first replayed
 for, and the replay is compared with the step itself. Where they differ, decoding goes on without graphs, with a
@@ -28,13 +28,12 @@ import numpy as np
 import torch
 
 from rlkit._runtime import warn
-from rlkit.backends.local.cache.kv_cache import CachedTokens, KVCache, SharedPrefix
+from rlkit.backends.local.cache.kv_cache import KVCache, SharedPrefix, sharing
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, Together, block_names
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.forward import Forward, LlamaForward
+from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.model.memory import rows_that_fit, to_device
-from rlkit.backends.local.products.lora_linear import upcast
-from rlkit.backends.local.products.prepacked import MAX_ROWS, invariant_row_multiple, padding_unit
+from rlkit.backends.local.products.prepacked import MAX_ROWS, invariant_row_multiple, padding_unit, upcast
 from rlkit.backends.local.sampling._scoring import TREE_TOKENS, TreeCache, score_batches, score_tree
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
 from rlkit.backends.local.sampling.scheduler import Decoder, begin_rows
@@ -87,7 +86,7 @@ class CudaGraphs:
     """
 
     def __init__(
-        self, forward: LlamaForward, base: Base, kv_cache: KVCache, record: Callable[[], Recorder] | None = None
+        self, forward: SamplingForward, base: Base, kv_cache: KVCache, record: Callable[[], Recorder] | None = None
     ) -> None:
         self._forward, self._base, self._kv_cache = forward, base, kv_cache
         self._make = record or partial(recorder, base.device)
@@ -132,7 +131,7 @@ class CudaGraphs:
             tokens, positions = inputs[0][:, None], inputs[1][:, None]
             mask = self._kv_cache.at(0, positions, keys)
             index = torch.arange(rows, device=inputs.device)
-            out.copy_(self._forward.logits(CachedTokens(tokens, positions, mask, self._kv_cache, index)))
+            out.copy_(self._forward.logits(tokens, positions, mask, self._kv_cache, index))
 
         self._record = self._record or self._make()
         try:
@@ -217,7 +216,7 @@ class ContinuousBatching(Decoder):
 
     def __init__(
         self,
-        forward: Forward,
+        forward: SamplingForward,
         base: Base,
         prefix_bytes: int,
         *,
@@ -436,7 +435,8 @@ class ContinuousBatching(Decoder):
         places = to_device(at, device)
         mask = kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
         padded, wanted = to_device(ids, device), to_device(where, device)
-        return self.forward.logits(CachedTokens(padded, places, mask, kv_cache, wanted, shared))[: index.size]
+        with sharing(shared):
+            return self.forward.logits(padded, places, mask, kv_cache, wanted)[: index.size]
 
     def leave(self, slots: Sequence[int]) -> None:
         ended = [slot for slot in reversed(slots) if not self.rows[slot].stale]

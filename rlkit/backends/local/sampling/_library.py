@@ -25,7 +25,7 @@ from rlkit._fallback import NotSupportedHere
 from rlkit.backends.local.cache.library_cache import RowCache
 from rlkit.backends.local.cache.prefix_cache import CachedSequence, SequenceCache, Together
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.forward import LibraryForward
+from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.model.memory import kv_bytes, rows_that_fit
 from rlkit.backends.local.model.output_head import logits_to_keep
 from rlkit.backends.local.sampling._scoring import score_batches, score_rows
@@ -128,8 +128,8 @@ class LibraryDecoder(Decoder):
     mixes = True
 
     def __init__(self, base: Base, *, merge: bool) -> None:
-        self.forward: LibraryForward
-        super().__init__(LibraryForward(base.tree(), packed=base.packed if base.small else None), merge=merge)
+        self.forward: SamplingForward
+        super().__init__(SamplingForward(base, base.tree()), merge=merge)
         self.base, self.model = base, self.forward.model
         if base.device.type == "cpu":
             take_steps(self.model)

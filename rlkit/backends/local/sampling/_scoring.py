@@ -179,7 +179,7 @@ class TreeCache(KVCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``KVCache.update``."""
-        states = (key_states, value_states)
+        states = key_states.to(value_states.dtype), value_states
         while len(self.store) <= layer_idx:
             keys, values = (x.new_zeros(x.shape[1], self._size, x.shape[3]) for x in states)
             self.store.append((keys, values))

@@ -14,8 +14,8 @@ from rlkit._fallback import Outcome
 from rlkit.backends.local.cache.kv_cache import ATTENTION, KVCache
 from rlkit.backends.local.cache.prefix_cache import Together
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.forward import LibraryForward, LlamaForward
-from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, WHOLE, logits_at
+from rlkit.backends.local.model.forward import SamplingForward
+from rlkit.backends.local.model.probe import BATCHED, LLAMA, NOT_CONTINUED, WHOLE, logits_at
 from rlkit.backends.local.sampling._batching import ContinuousBatching, CudaGraphs
 from rlkit.backends.local.sampling._library import LibraryBatching, LibraryDecoder
 from rlkit.backends.local.sampling.scheduler import Decoder
@@ -126,18 +126,15 @@ def decoder_for(
 
 
 def _decoder_for(base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: Together | None) -> Decoder:
-    if base.llama:
-        forward = LlamaForward(base)
-        graphs: Callable[[KVCache], CudaGraphs] | None = None
-        if cuda_graphs and base.device.type == "cuda":
-            graphs = partial(CudaGraphs, forward, base)
-        return ContinuousBatching(forward, base, prefix_bytes, merge=merge, beside=beside, graphs=graphs)
     known = base.known
     if known.decoding is None:
         known.decoding = _choose_decoding(base)
     if known.decoding == "slots":
-        modules = LibraryForward(base.tree(ATTENTION), packed=base.packed if base.small else None)
-        return ContinuousBatching(modules, base, prefix_bytes, merge=merge, beside=beside)
+        forward = SamplingForward(base, base.tree(ATTENTION))
+        graphs: Callable[[KVCache], CudaGraphs] | None = None
+        if cuda_graphs and base.device.type == "cuda" and base.kind in LLAMA:
+            graphs = partial(CudaGraphs, forward, base)
+        return ContinuousBatching(forward, base, prefix_bytes, merge=merge, beside=beside, graphs=graphs)
     if known.decoding == "whole":
         return LibraryDecoder(base, merge=merge)
     mixes, continues = known.decoding == "cache", bool(known.continues)
@@ -166,7 +163,9 @@ def _slots_agree(base: Base) -> Outcome:
     half = n // 2
     where = np.array([n - 1, n - 1, n - 3, 4, 3, n - 2, 5, 4])
     # Rows are padded to multiples of 4, as on some processors.
-    decoder = ContinuousBatching(LibraryForward(base.trial(ATTENTION)), base, 0, merge=False, row_multiple=4)
+    decoder = ContinuousBatching(
+        SamplingForward(base, base.trial(ATTENTION), prepack=False), base, 0, merge=False, row_multiple=4
+    )
     expected = logits_at(base.trial(), tokens[None], where)
     whole = decoder.prefill(0, [tokens], [0])
     decoder.prefill(1, [tokens[:half]], [0])
@@ -174,4 +173,5 @@ def _slots_agree(base: Base) -> Outcome:
     starts = [n - 2, 5, 4]
     unequal = decoder.prefill(2, [tokens[:start] for start in starts], [0, 0, 0])
     longer = decoder.prefill(2, [tokens[start : start + 1] for start in starts], starts)
-    return base.probe.agrees(torch.cat([whole, split, unequal, longer]), expected)
+    slack = 2 if base.wide else 1  # it rounds less often than the library does
+    return base.probe.agrees(torch.cat([whole, split, unequal, longer]), expected, slack=slack)

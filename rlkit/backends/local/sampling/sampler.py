@@ -18,7 +18,7 @@ from rlkit import _check
 from rlkit._check import TokenIds
 from rlkit._seeds import SeedStream, streams
 from rlkit.backends._drawing import TokenCounts
-from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
+from rlkit.backends.local.products.linear import Adapter, adapter_of
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.requests import Stop, check_mask, check_prompt, check_request, check_targets
 from rlkit.backends.trainer import CallQueue

@@ -30,7 +30,7 @@ import torch
 
 from rlkit.backends._drawing import draw
 from rlkit.backends._memory import telling
-from rlkit.backends.local.model.forward import Forward
+from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
 from rlkit.backends.trainer import check_process
 from rlkit.errors import BackendError, RequestCancelled
@@ -55,7 +55,7 @@ class Decoder(ABC):
 
     mixes: bool
 
-    def __init__(self, forward: Forward, *, merge: bool) -> None:
+    def __init__(self, forward: SamplingForward, *, merge: bool) -> None:
         self.rows: list[SampleRow] = []
         self.forward, self._merge = forward, merge
         self._current: weakref.ref[Snapshot] | None = None

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlkit.backends.local.attention.tree import Segment, Window
 from rlkit.backends.local.model.base import Base, use_attention
@@ -26,7 +25,7 @@ from rlkit.backends.local.training.micro_batches import MicroBatch
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.types import Datum, Lora
 
-__all__ = ["OwnLogprobs", "TrainingForward", "layers_of", "loud", "training_forward"]
+__all__ = ["OwnLogprobs", "TrainingForward", "loud", "training_forward"]
 
 
 def training_forward(model: Any, base: Base, budget: int) -> TrainingForward:
@@ -41,16 +40,9 @@ def training_forward(model: Any, base: Base, budget: int) -> TrainingForward:
     forward = TrainingForward(model, budget, windows=base.windows if base.trees else None)
     if base.trees:
         use_attention(model, TREE)
-    if base.llama and base.model.dtype == torch.bfloat16:
+    if base.wide:
         widen(model, forward.layers, None if hasattr(model, "value_head") else base.head)
     return forward
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model of transformers, those that are not within another one (as in Zamba2)."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
 
 
 class TrainingForward(LibraryModel):
@@ -66,12 +58,10 @@ class TrainingForward(LibraryModel):
 
     Attributes:
         shares: whether what sequences of a micro-batch begin with is computed once.
-        layers: of the model.
     """
 
     def __init__(self, model: Any, budget: int, *, windows: Sequence[Window | None] | None) -> None:
         super().__init__(model)
-        self.layers = layers_of(model)
         self._budget = budget
         self._tree = None if windows is None else Tree(model, windows)
         self.shares = windows is not None

@@ -88,7 +88,7 @@ def test_a_token_is_alike_in_any_company(shape, window):
         return torch.randn(rows, heads, length, width, generator=generator)
 
     size = 2 * KEYS + 5 * LENGTHS
-    queries, keys, values = random(1, heads, size), random(4, key_heads, size), random(4, key_heads, size)
+    queries, keys, values = random(1, heads, size) * width**-0.5, random(4, key_heads, size), random(4, key_heads, size)
     sinks = None if window is None else torch.randn(heads, generator=generator)
     keys[:, :, :KEYS], values[:, :, :KEYS] = keys[:1, :, :KEYS], values[:1, :, :KEYS]  # they begin alike
 
@@ -98,9 +98,8 @@ def test_a_token_is_alike_in_any_company(shape, window):
         mask = torch.zeros(rows, 1, *hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
         mask = narrowed(mask, None if window is None else Window(window), places[None])
         query = queries[:, :, first : first + count].expand(rows, -1, -1, -1)
-        options = {"s_aux": sinks, "shared": shared}
-        out, _ = matmul_attention(None, query, keys[:rows, :, :longest], values[:rows, :, :longest], mask, **options)
-        return out[0]
+        options = {"sinks": sinks, "shared": shared}
+        return matmul_attention(query, keys[:rows, :, :longest], values[:rows, :, :longest], mask, **options)[0]
 
     whole = computed(0, size, size, 1)
     for place in (*range(0, KEYS, 67), 106, 255, 256, 400, 590):
@@ -118,7 +117,7 @@ def test_sinks_take_their_share():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 8, generator=generator) for h, n in ((6, 3), (2, 32), (2, 32)))
     sinks, mask = torch.randn(6, generator=generator), torch.randn(2, 1, 3, 32, generator=generator)
-    found, _ = matmul_attention(None, q, k, v, mask, s_aux=sinks)
+    found = matmul_attention(q * 8**-0.5, k, v, mask, sinks=sinks)
     keys, values = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
     scores = q.double() @ keys.transpose(-1, -2) / 8**0.5 + mask.double()
     every = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 3, 1)], dim=-1)
@@ -134,7 +133,7 @@ def test_keys_in_bfloat16_are_cast_some_rows_at_a_time(cast, monkeypatch):
     shapes = ((6, 1), (2, 32), (2, 32))
     q, k, v = (torch.randn(5, h, n, 8, generator=generator).to(torch.bfloat16) for h, n in shapes)
     mask = torch.randn(5, 1, 1, 32, generator=generator)
-    found, _ = matmul_attention(None, q, k, v, mask)
+    found = matmul_attention(q, k, v, mask)
     keys, values = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
-    weights = (q.double() @ keys.transpose(-1, -2) / 8**0.5 + mask.double()).softmax(-1)
+    weights = (q.double() @ keys.transpose(-1, -2) + mask.double()).softmax(-1)
     assert torch.allclose(found.double(), (weights @ values).transpose(1, 2), atol=0.02)

@@ -147,7 +147,7 @@ LOST = {
     "killed": "os.kill(ranks_of(os.getpid())[0], signal.SIGKILL)",
     "a rank that raises in a layer": "",
     "this one": """
-from rlkit.backends.local.training.forward import layers_of
+from rlkit.backends.local.model.forward import layers_of
 layers_of(policy._policy.peft)[-1].register_forward_pre_hook(lambda *_: [][0])
 """,
 }

@@ -6,10 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlkit.backends.local.model.output_head import Unembedding  # noqa: E402
 from rlkit.backends.local.products import prepacked  # noqa: E402
 from rlkit.backends.local.products import prepacked as mixed  # noqa: E402
-from rlkit.backends.local.products.lora_linear import LoraLinear  # noqa: E402
+from rlkit.backends.local.products.linear import Product  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -51,28 +50,15 @@ def test_the_head_keeps_no_copy_in_float32(products):
     weight, hidden, pair = random(90, 24, dtype=torch.bfloat16), random(7, 24), (random(3, 24), random(90, 3))
     results = []
     for matrix in (weight.float(), weight):
-        head, found = Unembedding(matrix), []
+        head, found = torch.nn.Linear(24, 90, bias=False, dtype=torch.bfloat16), []
+        head.register_buffer("wide_weight", matrix)
+        product = Product({"lm_head": head}, lambda own: own)
         for merge in (False, True):
-            head.load(pair, 0.5, matrix, merge=merge, in_place=False)
-            found.append(head.logits(hidden))
+            product.load({"lm_head": pair}, 0.5, merge=merge)
+            found.append(head(hidden))
         results.append(found)
     for expected, found in zip(*results, strict=True):
         assert torch.allclose(expected, found, atol=3e-6 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("merge", [True, False])
-def test_a_residual_is_added_to_in_float32(products, monkeypatch, merge):
-    """Where a GPU can: the sum is not rounded to bfloat16 in between."""
-    monkeypatch.setattr(mixed, "works", lambda _: True)
-    monkeypatch.setattr("rlkit.backends.local.products.lora_linear.prepack", lambda weight, place=None: weight)
-    x, residual = random(5, 16, dtype=torch.bfloat16), random(5, 12)
-    weight, pair = random(12, 16, dtype=torch.bfloat16), (random(2, 16), random(12, 2))
-    linear = LoraLinear(weight, None, [12], [pair], 0.5)
-    (linear.merge if merge else linear.prepare)()
-    y = linear(x, residual)
-    assert y.dtype == torch.float32
-    exact = residual + x.float() @ (weight.float() + 0.5 * pair[1] @ pair[0]).t()
-    assert (y - exact).norm() < 0.01 * exact.norm()
 
 
 def test_what_a_device_cannot_multiply_so_is_found_out(monkeypatch, products):

@@ -11,10 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.model import base as base_module  # noqa: E402
-from rlkit.backends.local.products import prepacked  # noqa: E402
 from rlkit.backends.local.products import prepacked as measured  # noqa: E402
 from rlkit.backends.local.products import prepacked as module  # noqa: E402
-from rlkit.backends.local.products.lora_linear import LoraLinear  # noqa: E402
 from rlkit.backends.local.products.prepacked import Prepacked, invariant_row_multiple, matmul, padding_unit, prepack  # noqa: E402  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.float64 import distance  # noqa: E402
@@ -34,16 +32,12 @@ def plain(monkeypatch):
     monkeypatch.setattr(module, "_works", lambda _: False)
 
 
-@pytest.fixture(params=["oneDNN", "MKL"])
-def library(request, monkeypatch):
-    """Which one has the products in float32; by itself rlkit asks who made the processor."""
-    if request.param == "MKL" and not prepacked.available():
-        pytest.skip("this build of torch has no MKL")
-    monkeypatch.setattr(prepacked, "preferred", lambda: request.param == "MKL")
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing was measured before."""
     monkeypatch.setattr(measured, "_measurements", {})
 
 
-@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_products_are_those_of_the_weight(shape, dtype):
@@ -64,19 +58,8 @@ def test_products_are_those_of_the_weight(shape, dtype):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.skipif(not prepacked.available(), reason="this build of torch has no MKL")
-@pytest.mark.parametrize("x", [torch.zeros(2, 7), torch.zeros(2, 8).double(), torch.zeros(8), torch.zeros(1, 2, 8)])
-def test_what_the_library_would_misread_is_refused(x):
-    """Addresses are handed over, so shapes and dtypes are looked at before."""
-    with pytest.raises(TypeError, match=r"expected float32 \[N, 8\]"):
-        prepacked.PackedGemm(torch.zeros(3, 8))(x)
-    strided = torch.arange(32.0).view(8, 4).t()  # not contiguous
-    weight = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(prepacked.PackedGemm(weight)(strided), strided @ weight.t())
-
-
 @pytest.mark.parametrize("arranged", [True, False])
-@pytest.mark.usefixtures("threads", "library")
+@pytest.mark.usefixtures("threads", "fresh")
 def test_rows_are_alike_in_the_numbers_that_were_tried(arranged, monkeypatch):
     """The measured number holds for other values than the tried ones, at any place in the batch."""
     if not arranged:
@@ -107,23 +90,6 @@ def test_what_is_measured_hangs_on_no_values(shape, monkeypatch):
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(set(multiples)) == 1
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_merged_products_are_unmerged_ones(bias):
-    """With and without a bias, an adapter on one of two modules, and a residual stream to add."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    weight, pair = random(12, 8), (random(2, 8), random(5, 2))
-    parts = (weight, random(12) if bias else None, [7, 5], [None, pair], 0.5)
-    unmerged, merged, x, residual = LoraLinear(*parts), LoraLinear(*parts), random(6, 8), random(6, 12)
-    unmerged.prepare()
-    merged.merge()
-    for added in (None, residual):
-        torch.testing.assert_close(merged(x, added), unmerged(x, added))
 
 
 def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):

@@ -147,7 +147,7 @@ def test_sampler(made):
 def test_path(made):
     """It is computed by the path that docs/models.md names, up to the context that its positions allow."""
     base = made.policy.base
-    assert ("own" if base.llama else base.known.decoding) == made.family.path
+    assert base.known.decoding == made.family.path
     assert (base.known.continues is not False) == (made.family.model_type not in NOT_CONTINUED)
     settings = made.family.settings
     picked = settings.get("index_topk") or settings.get("keep_window_size") or LENGTH
@@ -200,7 +200,7 @@ def test_path_in_bfloat16(name, tmp_path):
     ) as policy:
         (sample,) = policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=2)).result()
         assert sample.tokens.size
-        assert ("own" if policy.base.llama else policy.base.known.decoding) == family.path
+        assert policy.base.known.decoding == family.path
 
 
 def test_what_is_known_in_bfloat16():

@@ -17,8 +17,7 @@ from rlkit.backends.local.attention import tree  # noqa: E402
 from rlkit.backends.local.attention.tree import Window, layer_windows  # noqa: E402
 from rlkit.backends.local.model import probe  # noqa: E402
 
-LIBRARY = ["gemma3_text", "phi3, window"]
-OWN = ["mistral, window", "qwen3, window"]
+NAMES = ["gemma3_text", "phi3, window", "mistral, window", "qwen3, window"]
 
 
 @pytest.fixture(params=["whole", "shortened"])
@@ -36,14 +35,14 @@ def connect(name, folder):
 def path_of(policy):
     """The way that it is decoded."""
     policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=1)).result()
-    return "own" if policy.base.llama else policy.base.known.decoding
+    return policy.base.known.decoding
 
 
-@pytest.mark.parametrize("name", [*OWN, *LIBRARY])
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_beyond_the_window(name, tried, tmp_path):
     """However it was tried: those of the library, for rows behind one prompt that is longer than the window."""
     with connect(name, tmp_path) as policy:
-        assert path_of(policy) == ("own" if name in OWN else "slots")
+        assert path_of(policy) == "slots"
         assert (policy.base.probe.tokens.size > WINDOW) == (policy.base.probe.window is None) == (tried == "whole")
         assert policy.base.model.config.sliding_window == WINDOW  # as it was
         rng = np.random.default_rng(0)
@@ -62,7 +61,7 @@ def test_numbers_beyond_the_window(name, tried, tmp_path):
             assert np.abs(logprobs - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", [*OWN, *LIBRARY])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wrong", ["shorter by one", "longer by one", "chunks", "none"])
 @pytest.mark.usefixtures("tried")
 def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):

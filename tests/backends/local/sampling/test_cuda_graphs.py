@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 import pytest
 
@@ -12,13 +11,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.cache.kv_cache import (  # noqa: E402
+    ATTENTION,
     KVCache,
     matmul_attention,
     sdpa_attention,
 )
-from rlkit.backends.local.model import output_head  # noqa: E402
-from rlkit.backends.local.model.forward import LlamaForward  # noqa: E402
-from rlkit.backends.local.products import lora_linear as linear  # noqa: E402
+from rlkit.backends.local.model.forward import SamplingForward  # noqa: E402
+from rlkit.backends.local.products import linear  # noqa: E402
 from rlkit.backends.local.products.prepacked import PrepackedCopies  # noqa: E402
 from rlkit.backends.local.sampling import _batching as graphs  # noqa: E402
 from rlkit.backends.local.sampling._batching import ContinuousBatching, CudaGraphs  # noqa: E402
@@ -211,7 +210,7 @@ def test_sdpa_attention_is_matmul_attention(heads, length):
     mask = slots.at(0, torch.tensor([[2], [9], [14]]) + torch.arange(length), 19)
     keys, values = slots.update(random(3, heads[1], length, 8), random(3, heads[1], length, 8), 0)
     query = random(3, heads[0], length, 8)
-    expected, _ = matmul_attention(None, query, keys, values, mask, scaling=1.0)
+    expected = matmul_attention(query, keys, values, mask)
     assert torch.allclose(sdpa_attention(query, keys, values, mask.double()), expected, atol=1e-12)
 
 
@@ -222,21 +221,19 @@ def test_weights_keep_their_addresses(tiny, monkeypatch, merge):
     def in_place(weight, place=None):
         return weight if place is None else place.copy_(weight)
 
-    for module in (linear, output_head):
-        monkeypatch.setattr(module, "prepack", in_place)
+    monkeypatch.setattr(linear, "prepack", in_place)
     monkeypatch.setattr(PrepackedCopies, "of", lambda copies, weight: weight)
     policy = connect(tiny("llama"))
     before = [p.clone() for p in policy.base.model.parameters()]
-    other = attrs.evolve(policy.base, device=torch.device("cuda"))
     shapes = {name: (a.shape, b.shape) for name, (a, b) in take_snapshot(policy._policy.peft, 0, 1.0).adapter.items()}
-    model, places = LlamaForward(other), []
+    model, places = SamplingForward(policy.base, policy.base.tree(ATTENTION)), []
     for seed in (None, 1, 2, None, 3):
         generator = torch.Generator().manual_seed(seed or 0)
         adapter = {
             name: tuple(torch.randn(shape, generator=generator) for shape in pair)
             for name, pair in (shapes if seed else {}).items()
         }
-        fresh = LlamaForward(policy.base)
+        fresh = SamplingForward(policy.base, policy.base.tree(ATTENTION))
         for forward in (model, fresh):
             forward.load(adapter, 0.5, merge=merge)
         for found, expected in zip(model.weights(), fresh.weights(), strict=True):

@@ -112,7 +112,7 @@ def double(monkeypatch):
     white_box.allow_float64(monkeypatch)
 
 
-TREES = [name for name, family in FAMILIES.items() if family.path in ("own", "slots")]
+TREES = [name for name, family in FAMILIES.items() if family.path == "slots"]
 
 
 @pytest.mark.parametrize("name", [*TREES, "bloom", "mamba"])  # of which the last two are computed as rows
@@ -121,7 +121,7 @@ def test_no_number_is_changed(name, tmp_path, double):
     """Outputs, loss and gradient are those of peft's own modules on every datum by itself; long ones, too."""
     rng, wrong, experts = np.random.default_rng(0), [], "experts" in FAMILIES[name].note
     # Of float32 logits, and of norms that libraries compute in float32; experts are in float32 as a whole.
-    bounds = (2e-3, 2e-3) if experts else (2e-5, 1e-4)
+    bounds = 2e-5, (5e-5 if name == "gemma4_text, shared keys" else 1e-5)
     with connect(build(FAMILIES[name], tmp_path), rng, {"rank": 4}, "float32" if experts else "float64") as policy:
         assert policy._trainer.forward.shares == (name in TREES)
         data = random_tree(rng)
