@@ -147,6 +147,12 @@ def test_a_model_that_a_path_does_not_support_is_logged(name, tmp_path, caplog):
     assert "is not used, so " in caplog.text
 
 
+def test_capped_scores_and_sinks_are_decoded_in_slots(tmp_path):
+    """Wrong ones would be right by another path, and slower."""
+    for name in ("gemma2", "gpt_oss", "llama"):
+        assert find_paths(build(FAMILIES[name], tmp_path / name)) == {"decoding": "slots"}, name
+
+
 def test_what_is_not_tried_in_bfloat16_is_logged(tiny, tmp_path, monkeypatch, caplog):
     """With the reason."""
     monkeypatch.setattr(base_module, "SLOTS", frozenset())

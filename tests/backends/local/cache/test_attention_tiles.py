@@ -112,6 +112,17 @@ def test_a_token_is_alike_in_any_company(shape, window):
         assert torch.equal(computed(place, count, size, 2), whole[place : place + count])
 
 
+def test_what_rows_share_reaches_the_attention(monkeypatch):
+    """Through modules that do not know of it."""
+    seen, shared = [], SharedPrefix(KEYS, [[0, 1]])
+    monkeypatch.setattr(kv_cache, "matmul_attention", lambda *args: seen.append(args[-1]) or args[0].transpose(1, 2))
+    q = torch.zeros(2, 3, 1, 8)
+    with kv_cache.sharing(shared):
+        kv_cache._attend_in_slots(None, q, q, q, torch.zeros(2, 1, 1, 1))
+    kv_cache._attend_in_slots(None, q, q, q, torch.zeros(2, 1, 1, 1))
+    assert seen == [shared, None]
+
+
 def test_sinks_take_their_share():
     """As one more score in the softmax of each query, whose weight is thrown away; against float64."""
     generator = torch.Generator().manual_seed(0)

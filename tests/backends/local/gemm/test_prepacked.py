@@ -103,6 +103,7 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
             found.append(policy.sampler().result().logprobs(tokens).result())
             layers, _ = white_box.weights(policy)
             assert all(isinstance(x, Prepacked) == arranged for x in layers)
+            assert len(layers) == 4 * policy.base.model.config.num_hidden_layers  # what reads the same is one
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
