@@ -123,14 +123,16 @@ def test_what_rows_share_reaches_the_attention(monkeypatch):
     assert seen == [shared, None]
 
 
-def test_sinks_take_their_share():
-    """As one more score in the softmax of each query, whose weight is thrown away; against float64."""
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_sinks_take_their_share(cap):
+    """As one more score in the softmax of each query, whose weight is thrown away; against float64. Scores are capped."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 8, generator=generator) for h, n in ((6, 3), (2, 32), (2, 32)))
     sinks, mask = torch.randn(6, generator=generator), torch.randn(2, 1, 3, 32, generator=generator)
-    found = matmul_attention(q * 8**-0.5, k, v, mask, sinks=sinks)
+    found, _ = kv_cache._attend_in_slots(None, q, k, v, mask, softcap=cap, s_aux=sinks)
     keys, values = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
-    scores = q.double() @ keys.transpose(-1, -2) / 8**0.5 + mask.double()
+    scores = q.double() @ keys.transpose(-1, -2) / 8**0.5
+    scores = (scores if cap is None else cap * torch.tanh(scores / cap)) + mask.double()
     every = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 3, 1)], dim=-1)
     expected = every.softmax(-1)[..., :-1] @ values
     assert torch.allclose(found.double(), expected.transpose(1, 2), atol=1e-6)
