@@ -125,7 +125,7 @@ def test_what_rows_share_reaches_the_attention(monkeypatch):
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_sinks_take_their_share(cap):
-    """As one more score in the softmax of each query, whose weight is thrown away; against float64. Scores are capped."""
+    """As one more score in each query's softmax, whose weight is thrown away; against float64, capped scores, too."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 8, generator=generator) for h, n in ((6, 3), (2, 32), (2, 32)))
     sinks, mask = torch.randn(6, generator=generator), torch.randn(2, 1, 3, 32, generator=generator)
