@@ -35,7 +35,12 @@ MODELS = {  # which tiny model has the path, where it breaks, and what is found 
     "a cache of unequal rows": ("bloom", RowCache, "remove", {"decoding": "request", "continues": True}),
 }
 PRODUCTS = {  # where it breaks, what is remembered of it, and whether it is taken
-    "prepacked weights": (prepacked.Prepacked, "__call__", prepacked._works, lambda: prepacked._works(torch.float32)),
+    "prepacked weights": (
+        prepacked.OneDNNWeight,
+        "__call__",
+        prepacked._works,
+        lambda: prepacked._works(torch.float32),
+    ),
     "oneDNN's product": (prepacked, "_plain_onednn", prepacked._preferred, prepacked._preferred),
     "products of bfloat16": (prepacked, "wide_matmul", prepacked._right, lambda: prepacked._right(CPU)),
     "flex_attention": (

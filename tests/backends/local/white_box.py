@@ -26,8 +26,9 @@ def waiting(policy):
 
 
 def weights(policy):
-    """The weights that samples are computed with: of the layers, and of the output embedding."""
-    return decoder(policy).forward.weights()
+    """The weights that samples are computed with, by the first name of the modules that have them."""
+    products = decoder(policy).forward._products
+    return {next(iter(p.modules)): [p.weight, *(p._low_rank or ())] for p in products}
 
 
 def parameters(policy):

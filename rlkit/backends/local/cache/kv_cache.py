@@ -1,14 +1,15 @@
 """The KV cache, keys and values of many rows in preallocated slots, and batch-invariant attention over it.
 
 What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
-as many rows as ``invariant_row_multiple`` asks for. Keys past a token's own are masked before the softmax, where they
-add exact zeros. How many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because
-libraries split a sum by its length, each in its own way.
+a multiple of ``ROW_UNIT`` rows. Keys past a token's own are masked before the softmax, where they add exact zeros.
+Libraries choose by the number of queries and by the length of a sum in which order it is added; so queries come in
+multiples of ``QUERIES``, and not more than ``TERMS`` are summed at once. ``benchmarks/batch_invariance.py`` shows with
+which numbers products are alike on a processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,16 +26,14 @@ from rlkit.backends.requests import round_up
 
 __all__ = [
     "ATTENTION",
-    "KEYS",
     "LENGTHS",
+    "TERMS",
     "KVCache",
     "SharedPrefix",
-    "Tile",
     "causal_mask",
     "matmul_attention",
     "sdpa_attention",
     "sharing",
-    "tile_of",
 ]
 
 
@@ -194,96 +193,8 @@ class KVCache(Cache):
 
 
 LENGTHS = 16  # the number of keys looked at is a multiple of it
-KEYS = 256  # summed at once at most; beyond some hundreds more gain nothing
-QUERIES = 64  # a unit of that size is the largest that is tried
-
-_tiles: dict[tuple[int, int, int, int], Tile] = {}
-
-
-@attrs.frozen
-class Tile:
-    """The tiling of one attention.
-
-    Attributes:
-        queries: their number is padded to a multiple of it.
-        keys: summed at once; a divisor of ``KEYS`` and a multiple of ``LENGTHS``.
-    """
-
-    queries: int = 4
-    keys: int = KEYS
-
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Tile], torch.Tensor]
-
-
-@torch.no_grad()
-def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
-    """Return the cheapest tiling with which a token has the same bits in any batch; measured once in a process.
-
-    A library chooses by shapes, processor and number of threads how a product is summed: for few queries otherwise
-    than for many, and a long sum in parts whose size follows from its length, so that masked keys at its end move
-    them. With ``LENGTHS`` keys at once there is no such choice.
-
-    Args:
-        attend: from queries [B, H, C, D], keys, values [B, H, S, D] and a mask [B, 1, C, S] that is added, to
-            [B, H, C, D], tiled as said; the same function for all calls.
-        heads: H of keys and values; fewer products than threads are divided among these.
-        width: D of queries and keys.
-        value_width: D of values.
-    """
-    threads = torch.get_num_threads()
-    heads = min(heads, max(threads, 4))  # more are more of the same, and take longer to try
-    key = (heads, width, value_width, threads)
-    if key not in _tiles:
-        trials = _Trials(attend, heads, width, value_width)
-        queries, keys = 1, KEYS
-        while queries < QUERIES and not trials.invariant(Tile(queries, LENGTHS)):
-            queries *= 2
-        while keys > LENGTHS and not trials.invariant(Tile(queries, keys)):
-            keys //= 2
-        _tiles[key] = Tile(queries, keys)
-    return _tiles[key]
-
-
-class _Trials:
-    """One sequence, whose tokens are computed all at once, and some of them alone and in other company."""
-
-    SIZE = 2 * KEYS + 112
-    # (first token, how many): near and between the edges, few queries and many
-    PARTS = (
-        *((place, 1) for place in (0, 17, 63, 106, 130, 199, 255, 300, 510, 610)),
-        *((0, 2), (101, 3), (4, 4), (180, 6), (250, 9), (290, 16), (100, 33), (150, 96), (310, 200)),
-    )
-
-    def __init__(self, attend: Attend, heads: int, width: int, value_width: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def random(rows: int, size: int) -> torch.Tensor:
-            return torch.rand(rows, heads, self.SIZE, size, generator=generator) - 0.5
-
-        self._attend = attend
-        self._queries = random(1, width) * (8 * width**-0.5)  # scores of some units, as models have them
-        self._keys, self._values = random(5, width), random(5, value_width)
-
-    def invariant(self, tile: Tile) -> bool:
-        """Return whether every token comes out the same however many keys, queries and rows there are."""
-        whole = self._compute(tile, 0, self.SIZE, self.SIZE, 1)
-        for first, count in self.PARTS:
-            least = round_up(first + count, LENGTHS)
-            for longest, rows in ((least, 1), (least + 3 * LENGTHS, 5), (self.SIZE, 2)):
-                part = self._compute(tile, first, count, min(longest, self.SIZE), rows)
-                if not torch.equal(part, whole[:, first : first + count]):
-                    return False
-        return True
-
-    def _compute(self, tile: Tile, first: int, count: int, longest: int, rows: int) -> torch.Tensor:
-        """Compute ``count`` tokens from ``first`` on, in ``rows`` rows with ``longest`` keys; return the first row."""
-        hidden = torch.arange(longest) > torch.arange(first, first + count)[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
-        query = self._queries[:, :, first : first + count].expand(rows, -1, -1, -1)
-        return self._attend(query, self._keys[:rows, :, :longest], self._values[:rows, :, :longest], mask, tile)[0]
-
-
+TERMS = 64  # summed at once; longer sums are split by their length
+QUERIES = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8  # their number is a multiple of it
 ATTENTION = "rlkit_matmul"
 CAST = 2**17  # numbers of keys in float32 at once, 512 kB: they stay in a core's second cache, new memory costs more
 
@@ -293,7 +204,7 @@ class SharedPrefix:
     """Rows that begin with the same tokens.
 
     Attributes:
-        length: of what they share, a multiple of ``KEYS``, so that sums are cut as for a row that is alone.
+        length: of what they share, a multiple of ``TERMS``, so that sums are cut as for a row that is alone.
         groups: indices of the rows, every row in one of them.
     """
 
@@ -315,7 +226,7 @@ class SharedPrefix:
         SharedPrefix(length=256, groups=[[0, 1], [2, 3]])
         >>> SharedPrefix.of([a, b, a[:40]], [0] * 3)
         """
-        length = min(x.size for x in beginnings) // KEYS * KEYS
+        length = min(x.size for x in beginnings) // TERMS * TERMS
         groups: dict[tuple[bytes, int], list[int]] = {}
         for i, x in enumerate(beginnings if length else ()):
             groups.setdefault((x[:length].astype(np.int64).tobytes(), versions[i]), []).append(i)
@@ -350,12 +261,9 @@ def matmul_attention(
     if mask is None or mask.shape[1] > 1:
         raise NotSupportedHere("the attention has no mask, or one that differs between heads")
     each = mask if length == 1 else mask.repeat(1, 1, heads // key_heads, 1)
-    tile = Tile(queries=1)
-    if query.device.type == "cpu" and query.dtype == torch.float32:
-        tile = tile_of(_attend, key_heads, width, value.shape[-1])
     if sinks is not None:
         sinks = sinks.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)
-    out = _attend(stacked, key, value, each, tile, softcap=softcap, sinks=sinks, shared=shared)
+    out = _attend(stacked, key, value, each, softcap=softcap, sinks=sinks, shared=shared)
     return out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
 
 
@@ -363,8 +271,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    tile: Tile,
+    mask: torch.Tensor,
     *,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -372,24 +279,18 @@ def _attend(
 ) -> torch.Tensor:
     """Attend from [B, H, C, D] to keys and values [B, H, S, D]; mask [B, 1, 1 or C, S], sinks [H, C, 1]."""
     count = query.shape[2]
-    missing = -count % tile.queries  # a library may sum few rows otherwise than many
+    missing = -count % QUERIES if _cuts_sums(query) else 0
     stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
     scores = _scores(upcast(stacked), key, shared)  # scores of 20 have two digits in bfloat16
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores[:, :, :count] += mask
+    scores[:, :, :count] += mask
     if sinks is not None:  # as many keys as leave the others where sums are cut
         before = scores.new_full((*scores.shape[:3], LENGTHS), torch.finfo(scores.dtype).min)
         before[:, :, :count, :1] = sinks
         scores = torch.cat([before, scores], dim=-1)
     weights = torch.softmax(scores, dim=-1).to(query.dtype)[..., 0 if sinks is None else LENGTHS :]
-    # Not one product over all keys: libraries cut a long sum by its length. Tiles begin at the same keys in any batch
-    # and are added in order, so that a longer one in the batch only appends tiles of exact zeros.
-    out = _weighted(weights, value, 0, tile.keys, shared)
-    for start in range(tile.keys, value.shape[2], tile.keys):
-        out += _weighted(weights, value, start, tile.keys, shared)
-    return out[:, :, :count]
+    return _weighted(weights, value, shared)[:, :, :count]
 
 
 def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -418,7 +319,7 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | Non
     scores = queries.new_empty(*queries.shape[:3], key.shape[2])
     for rows in shared.groups:
         same = key[rows[0], :, : shared.length].to(queries.dtype).transpose(-1, -2)
-        scores[rows, ..., : shared.length] = _apart(_together(queries[rows]) @ same, len(rows))
+        scores[rows, ..., : shared.length] = _apart(_multiply(_together(queries[rows]), same), len(rows))
     scores[..., shared.length :] = _product(queries, key[:, :, shared.length :])
     return scores
 
@@ -426,7 +327,7 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | Non
 def _product(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Multiply [B, H, C, D] by [B, H, S, D]: [B, H, C, S]. Keys of another dtype are cast some rows at a time."""
     if key.dtype == queries.dtype:
-        return queries @ key.transpose(-1, -2)
+        return _multiply(queries, key.transpose(-1, -2))
     rows, heads, keys, width = key.shape
     step = max(1, CAST // max(1, heads * keys * width))
     cast = queries.new_empty(min(step, rows), heads, keys, width)
@@ -438,16 +339,33 @@ def _product(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def _weighted(
-    weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: SharedPrefix | None
-) -> torch.Tensor:
-    """Return the part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
-    weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
-    if shared is None or start >= shared.length:
-        return weights @ value
-    out = weights.new_empty(*weights.shape[:3], value.shape[3])
+def _weighted(weights: torch.Tensor, value: torch.Tensor, shared: SharedPrefix | None) -> torch.Tensor:
+    """Multiply [B, H, C, S] by [B, H, S, E]: [B, H, C, E]."""
+    if shared is None:
+        return _multiply(weights, value)
+    length, out = shared.length, weights.new_empty(*weights.shape[:3], value.shape[3])
     for rows in shared.groups:
-        out[rows] = _apart(_together(weights[rows]) @ value[rows[0]], len(rows))
+        same = _multiply(_together(weights[rows, ..., :length]), value[rows[0], :, :length])
+        out[rows] = _apart(same, len(rows))
+    return _multiply(weights[..., length:], value[:, :, length:], out)
+
+
+def _cuts_sums(x: torch.Tensor) -> bool:
+    return bool(x.device.type == "cpu" and x.dtype == torch.float32)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return out + a b of [..., C, K] and [..., K, N], where bits are promised ``TERMS`` of K at once.
+
+    These begin at the same places in any batch and are added in order, so that longer rows in the batch only append
+    exact zeros.
+    """
+    count = a.shape[-1]
+    step = TERMS if _cuts_sums(a) else max(1, count)
+    for start in range(0, count, step):
+        part = a[..., start : start + step] @ b[..., start : start + step, :]
+        out = part if out is None else out.add_(part)
+    assert out is not None, "nothing to sum"  # noqa: S101
     return out
 
 

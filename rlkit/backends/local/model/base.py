@@ -36,7 +36,7 @@ from rlkit.backends.local.model.probe import (
 )
 from rlkit.backends.local.products import prepacked
 from rlkit.backends.local.products.linear import fuse_weights
-from rlkit.backends.local.products.prepacked import PrepackedCopies, Weight, upcast
+from rlkit.backends.local.products.prepacked import OneDNNWeight, PrepackedCopies, Weight, can_prepack, upcast
 from rlkit.backends.tokenizers import BRINGS_CODE, LocalTokenizer, reason_of
 from rlkit.errors import ConfigError
 
@@ -138,8 +138,10 @@ class Base:
         return self.nbytes < COPIED_UNDER
 
     def packed(self, weight: torch.Tensor) -> Weight:
-        """Return a weight of this model prepacked, one copy for all who sample; itself if the model is not small."""
-        return self.copies.of(weight) if self.small else weight
+        """Return a weight of this model prepacked, one copy for all who sample; as it is if the model is not small."""
+        if self.small or not can_prepack(weight):
+            return self.copies.of(weight)
+        return OneDNNWeight(weight, copy=False)  # which is batch-invariant, too
 
     @property
     def kind(self) -> str:

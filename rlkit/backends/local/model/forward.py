@@ -21,7 +21,6 @@ from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, hidden_to_keep, logits_to_keep
 from rlkit.backends.local.products.linear import Adapter, Product, install_norms, widen
-from rlkit.backends.local.products.prepacked import Weight
 
 if TYPE_CHECKING:
     from rlkit.backends.local.training.micro_batches import MicroBatch
@@ -133,15 +132,6 @@ class SamplingForward(LibraryModel):
         for product in self._products:
             product.load(adapter, scale, merge=merge)
         self.addresses = tuple(x for product in self._products for x in product.addresses)
-
-    def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """Return [out, in] of every product of the layers, and of the output embedding."""
-        left = {m: [m.weight] for m in self.model.modules() if isinstance(m, nn.Linear)}
-        for product in self._products:
-            first, *others = product.modules.values()
-            left |= {first: product.weights, **{m: [] for m in others}}
-        last = left.pop(self.model.get_output_embeddings(), [])
-        return [x for weights in left.values() for x in weights], last
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache, index: torch.Tensor

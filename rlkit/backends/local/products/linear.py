@@ -225,7 +225,7 @@ class Product:
         self._bias = None if all(m.bias is None for m in modules.values()) else torch.cat(biases)
         self._weight: Weight | None = None
         self._merged = False
-        self._low_rank: LoraPair | None = None
+        self._low_rank: tuple[Weight, Weight] | None = None
         self._read: torch.Tensor | None = None  # what the first of several modules read, and what all of them give
         self._given: torch.Tensor | None = None
 
@@ -267,16 +267,15 @@ class Product:
             for part, a, b in pairs:
                 begin, end = end, end + a.shape[0]
                 high[part, begin:end] = b * scale
-            self._low_rank = low, high
-            if before is not None:
-                self._low_rank = keep_address(low, before[0]), keep_address(high, before[1])
+            arrange = prepack if self._dtype == torch.float32 else keep_address
+            self._low_rank = arrange(low, before and before[0]), arrange(high, before and before[1])
 
     @property
-    def weights(self) -> list[Weight]:
-        """Return every [out, in] that a call multiplies by."""
+    def weight(self) -> Weight:
+        """The [out, in] that a call multiplies by first: the modules' own, or with the adapter merged."""
         if self._weight is None:
             self._weight = self._arrange(self._own)
-        return [self._weight, *(self._low_rank or ())]
+        return self._weight
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -287,13 +286,13 @@ class Product:
     def __call__(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Map [..., in] to [..., out]."""
         x = x.to(self._dtype)
-        y = matmul(x, self.weights[0] if self._weight is None else self._weight, self._bias)
+        y = matmul(x, self.weight, self._bias)
         if self._low_rank is not None:
             low, high = matmul(x, self._low_rank[0]), self._low_rank[1]
-            if y.dtype == torch.float32:  # by a product whose bits were compared for any number of rows
-                y.add_(matmul(low, high))
-            else:  # rounded once, as in training: a small step that is lost here must be lost there, too
+            if isinstance(high, torch.Tensor):  # rounded once, as in training: small steps are lost in both or neither
                 y.view(-1, y.shape[-1]).addmm_(low.flatten(0, -2), high.t())
+            else:  # addmm_ is not batch-invariant
+                y.add_(matmul(low, high))
         return y
 
     def _part_of(self, name: str, x: torch.Tensor) -> torch.Tensor:

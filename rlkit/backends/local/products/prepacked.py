@@ -1,8 +1,8 @@
-"""Matrix products: prepacked weights on a CPU, weights as they lie, and how many rows make a product batch-invariant.
+"""Matrix products: prepacked weights on a CPU, weights as they lie, and float32 beside weights in bfloat16.
 
 A product with a plain weight matrix rearranges it first, every time; for a few rows that takes as long as the product.
-oneDNN can keep the rearranged weight (``Prepacked``). In float32 this also makes products batch-invariant: a row has
-the same bits however many rows the batch has.
+oneDNN can keep the rearranged weight (``OneDNNWeight``). In float32 its products are batch-invariant, rearranged or
+not: a row has the same bits in any multiple of ``ROW_UNIT`` rows. MKL's are not.
 
 On GPUs, products of bfloat16 weights have results in float32: sums in float32 are not rounded again. The output head is
 computed in float32, but its weight is a model's, in bfloat16. ``wide_matmul`` needs no float32 copy of it and no
@@ -13,7 +13,6 @@ each, so that x W^T = x1 W^T + x2 W^T + x3 W^T, with an error as of a product in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,15 +22,14 @@ import torch.nn.functional as F
 from rlkit._fallback import NotSupportedHere, Outcome, try_path
 
 __all__ = [
-    "MAX_ROWS",
-    "Prepacked",
+    "ROW_UNIT",
+    "OneDNNWeight",
     "PrepackedCopies",
     "Weight",
     "add_product",
-    "invariant_row_multiple",
+    "can_prepack",
     "keep_address",
     "matmul",
-    "padding_unit",
     "plain_matmul",
     "prepack",
     "product",
@@ -40,6 +38,7 @@ __all__ = [
     "works",
 ]
 
+ROW_UNIT = 4
 ROWS = 64  # that a weight is packed for; any number can be computed
 
 
@@ -149,23 +148,25 @@ def _compare_mixed(device: torch.device) -> Outcome:
     return Outcome(off < 1e-4, f"off by {off:.2g}, at most 1e-4")
 
 
-class Prepacked:
-    """x [N, in] -> x W^T [N, out] without a gradient. The weight itself need not be kept.
+class OneDNNWeight:
+    """A weight that oneDNN multiplies by, without a gradient: x [..., in] -> x W^T [..., out].
 
     Args:
         weight: [out, in] on the CPU, float32 or bfloat16.
+        copy: into the order that is read fastest; the weight itself need not be kept then.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.shape = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)  # noqa: SLF001  # no public name
+    def __init__(self, weight: torch.Tensor, *, copy: bool = True) -> None:
+        self.shape, self._read = weight.shape, weight
+        if copy:  # torch has no public name for it
+            self._read = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)  # noqa: SLF001
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Map [..., in] to [..., out]; ``bias`` [out] is added."""
-        return _plain_onednn(x, self._packed, bias)
+        return _plain_onednn(x, self._read, bias)
 
 
-Weight: TypeAlias = torch.Tensor | Prepacked  # [out, in]
+Weight: TypeAlias = torch.Tensor | OneDNNWeight  # [out, in]
 
 
 class PrepackedCopies:
@@ -181,12 +182,17 @@ class PrepackedCopies:
 
     def of(self, weight: torch.Tensor) -> Weight:
         """Return the copy of ``weight`` [out, in], or itself where there is nothing to prepack for."""
-        if weight.device.type != "cpu" or not _works(weight.dtype):
+        if not can_prepack(weight):
             return weight
         key = (weight.data_ptr(), *weight.shape, *weight.stride())
         if key not in self._copies:
-            self._copies[key] = weight, Prepacked(weight)
+            self._copies[key] = weight, OneDNNWeight(weight)
         return self._copies[key][1]
+
+
+def can_prepack(weight: torch.Tensor) -> bool:
+    """Return whether oneDNN multiplies by ``weight`` here."""
+    return weight.device.type == "cpu" and _works(weight.dtype)
 
 
 @torch.no_grad()
@@ -194,20 +200,20 @@ def prepack(weight: torch.Tensor, place: Weight | None = None) -> Weight:
     """Return ``weight`` [out, in] in the layout that ``matmul`` reads fastest.
 
     On a CPU that is a prepacked copy; where there is none, it is stored as [in, out], with which some tens of rows take
-    a quarter less time. On a GPU it is the weight itself, written to ``place`` if that is a tensor.
+    a quarter less time. On a GPU it is the weight itself, written to ``place`` if that fits.
 
     >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     >>> matmul(torch.tensor([[1.0, 0.0]]), prepack(w))
     tensor([[1., 3., 5.]])
     """
     if weight.device.type != "cpu":
-        return place.copy_(weight) if isinstance(place, torch.Tensor) else weight
-    return Prepacked(weight) if _works(weight.dtype) else weight.T.contiguous().T
+        return keep_address(weight, place)
+    return OneDNNWeight(weight) if can_prepack(weight) else weight.T.contiguous().T
 
 
 def matmul(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x W^T + bias, without a gradient; in float32 where x is, also with a weight in bfloat16."""
-    if isinstance(weight, Prepacked):
+    if isinstance(weight, OneDNNWeight):
         return weight(x, bias)
     if x.dtype == weight.dtype:
         return plain_matmul(x, weight, bias)
@@ -231,7 +237,7 @@ def _compare(dtype: torch.dtype) -> Outcome:
     x = torch.randn(200, 80, generator=generator).to(dtype)
     expected = x.double() @ weight.double().t()
     bound = float(expected.abs().max()) * (1e-5 if dtype == torch.float32 else 1e-2)
-    packed = Prepacked(weight)
+    packed = OneDNNWeight(weight)
     products = {rows: packed(x[:rows]) for rows in (1, 2, ROWS, 200)}
     off = float(torch.stack([(y.double() - expected[:rows]).abs().max() for rows, y in products.items()]).max())
     return Outcome(off < bound, f"off by {off:.2g}, at most {bound:.2g}")
@@ -242,67 +248,7 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def keep_address(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+def keep_address(new: torch.Tensor, old: Weight | None) -> torch.Tensor:
     """Copy ``new`` into the old buffer where it fits, so that recorded CUDA graphs stay valid."""
-    fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
-    return old.copy_(new) if fits and old is not None else new
-
-
-DENSE_PROBE_ROWS = 32  # up to here every even number of rows is tried, beyond it multiples of 16, or it takes seconds
-MAX_ROWS = (256, 128, 64)  # rows computed at once on a CPU, the better ones first; more gain nothing there
-
-_measurements: dict[tuple[tuple[int, ...], tuple[int, ...] | None, int, int], int] = {}
-
-
-def padding_unit(rows: int, multiple: int) -> int:
-    """Return the unit to pad ``rows`` to, so that their number is one that was compared.
-
-    Args:
-        rows: how many are computed.
-        multiple: what ``invariant_row_multiple`` returned; 0 where nothing is promised.
-
-    >>> padding_unit(1, 1), padding_unit(3, 1), padding_unit(3, 4), padding_unit(33, 2), padding_unit(33, 0)
-    (1, 2, 4, 16, 1)
-    """
-    if multiple == 0 or multiple == rows == 1:
-        return 1
-    return max(multiple, 2 if rows <= DENSE_PROBE_ROWS else 16)
-
-
-@torch.no_grad()
-def invariant_row_multiple(weights: Iterable[Weight], max_rows: int) -> int:
-    """Return the least R such that a row of x W^T has the same bits at every compared multiple of R rows.
-
-    Libraries choose by shape, processor and number of threads how a product is cut and in which order it is summed.
-    So this is measured, once in a process for each shape. R is 1, 2, 4, ..., or ``max_rows``, which is invariant by
-    itself. Compared are one row, even numbers up to 32 and multiples of 16 beyond; no other number is ever computed.
-
-    Args:
-        weights: [out, in], on a CPU, as they are used; on "meta" those that are not in memory. Values count where they
-            are prepacked alone.
-        max_rows: rows that are ever computed at once, a power of 2.
-
-    >>> 64 % invariant_row_multiple([torch.zeros(8, 8)], 64)
-    0
-    """
-    return max((_measure(weight, max_rows) for weight in weights), default=1)
-
-
-def _measure(weight: Weight, max_rows: int) -> int:
-    layout = None if isinstance(weight, Prepacked) else weight.stride()
-    key = (tuple(weight.shape), layout, torch.get_num_threads(), max_rows)
-    if key not in _measurements:
-        generator = torch.Generator().manual_seed(0)
-        made = {"dtype": torch.float32, "device": "cpu"}  # transformers changes all threads' defaults while it loads
-        x = torch.rand(max_rows, weight.shape[1], generator=generator, **made) - 0.5
-        if isinstance(weight, torch.Tensor):  # its shape and layout count: zeros of a fresh adapter tell nothing apart
-            memory = torch.empty_strided(weight.shape, weight.stride(), **made)
-            weight = memory.uniform_(-1.0, 1.0, generator=generator)
-        expected = matmul(x, weight)
-        compared = [1, *range(2, DENSE_PROBE_ROWS, 2), *range(DENSE_PROBE_ROWS, max_rows, 16)]
-        same = {rows: torch.equal(matmul(x[:rows], weight), expected[:rows]) for rows in compared}
-        multiple = 1
-        while not all(equal for rows, equal in same.items() if rows % multiple == 0):
-            multiple *= 2
-        _measurements[key] = multiple
-    return _measurements[key]
+    fits = isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype
+    return old.copy_(new) if fits and isinstance(old, torch.Tensor) else new

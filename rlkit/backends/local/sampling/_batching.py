@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from rlkit._runtime import warn
-from rlkit.backends.local.cache.kv_cache import KVCache, SharedPrefix, sharing
+from rlkit.backends.local.cache.kv_cache import TERMS, KVCache, SharedPrefix, sharing
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, Together, block_names
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.model.memory import rows_that_fit, to_device
-from rlkit.backends.local.products.prepacked import MAX_ROWS, invariant_row_multiple, padding_unit, upcast
+from rlkit.backends.local.products.prepacked import ROW_UNIT, upcast
 from rlkit.backends.local.sampling._scoring import TREE_TOKENS, TreeCache, score_batches, score_tree
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
 from rlkit.backends.local.sampling.scheduler import Decoder, begin_rows
@@ -178,7 +178,7 @@ def key_bucket(longest: int) -> int:
     return round_up(longest, max(KEYS, (1 << (longest - 1).bit_length()) // 8))
 
 
-TOKENS = 2048  # computed at once at most, but on a CPU
+TOKENS, CPU_TOKENS = 2048, 256  # computed at once at most; more gain nothing
 
 
 @attrs.define(eq=False)
@@ -209,7 +209,6 @@ class ContinuousBatching(Decoder):
         merge: whether adapters are merged into copies of its weights.
         beside: the prefix caches of other decoders, with which it shares those bytes.
         graphs: makes the graphs of decoding steps, where there are such.
-        row_multiple: to what the rows of a product are padded until that is measured.
     """
 
     mixes = True
@@ -223,15 +222,14 @@ class ContinuousBatching(Decoder):
         merge: bool,
         beside: Together | None = None,
         graphs: Callable[[KVCache], CudaGraphs] | None = None,
-        row_multiple: int = 0,
     ) -> None:
         super().__init__(forward, merge=merge)
         self._base = base
         self.kv_cache = KVCache()
         self.graphs = graphs(self.kv_cache) if graphs is not None else None
-        self._max_tokens = MAX_ROWS[0] if base.device.type == "cpu" else TOKENS
-        # Of the layers' products, and of the output embedding's; 0 where nothing is promised.
-        self._row_multiple, self._head_row_multiple = row_multiple, 0
+        on_cpu = base.device.type == "cpu"
+        self._max_tokens = CPU_TOKENS if on_cpu else TOKENS
+        self._unit = ROW_UNIT if on_cpu and base.model.dtype == torch.float32 else 1  # of the rows of products
         self.prefix_cache = PrefixCache(prefix_bytes, beside)
 
     def use(self, snapshot: Snapshot) -> bool:
@@ -243,8 +241,6 @@ class ContinuousBatching(Decoder):
     def _load(self, snapshot: Snapshot) -> None:
         super()._load(snapshot)
         self.prefix_cache = self.prefix_cache.renew(snapshot)
-        if self._base.device.type == "cpu" and self._base.model.dtype == torch.float32:
-            self._measure()
 
     def _recompute(self) -> None:
         for slot, row in enumerate(self.rows):
@@ -254,16 +250,6 @@ class ContinuousBatching(Decoder):
             self.prefix_cache.load(names[:held], self.kv_cache, slot)
             self.prefill(slot, [tokens[held * BLOCK :]], [held * BLOCK])
             self.prefix_cache.store([(names, slot)], self.kv_cache)
-
-    def _measure(self) -> None:
-        """Find out how many rows products need here, and with how many at most they need the fewest."""
-        layers, head = self.forward.weights()
-        measured = []
-        for rows in MAX_ROWS:
-            measured.append((invariant_row_multiple(layers, rows), invariant_row_multiple(head, rows), rows))
-            if measured[-1][:2] == (1, 1):
-                break
-        self._row_multiple, self._head_row_multiple, self._max_tokens = min(measured, key=lambda one: one[0] + one[1])
 
     def capacity(self, length: int) -> int:
         return rows_that_fit(self._base, length, self)
@@ -321,7 +307,7 @@ class ContinuousBatching(Decoder):
         """
         if any("expert" in name for name, _ in self._base.model.named_modules()):
             return False
-        first, size = len(self.rows), min(48, self._base.max_length)
+        first, size = len(self.rows), min(3 * TERMS, self._base.max_length)
         tokens = np.resize(self._base.probe.tokens, size)
         prompts = [tokens[: size // 2], tokens[:3], tokens[: size - 1], tokens[1:9], tokens[2:5]]
         logits = []
@@ -340,7 +326,7 @@ class ContinuousBatching(Decoder):
             return self._logits(tokens, 0, starts, index, kv_cache=cache)
 
         def shape(rows: int, length: int) -> tuple[int, int]:
-            return _padded_shape(rows, length, self._row_multiple)
+            return _padded_shape(rows, length, self._unit)
 
         for batch in score_batches(requests, TREE_TOKENS):
             yield from score_tree(batch, compute, self._max_tokens, shape)
@@ -383,7 +369,7 @@ class ContinuousBatching(Decoder):
         begun: set[bytes] = set()
         for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
             missing = prompt.names[prompt.held :]
-            shape = _padded_shape(len(chosen) + 1, prompt.rest.size, self._row_multiple)
+            shape = _padded_shape(len(chosen) + 1, prompt.rest.size, self._unit)
             if chosen and math.prod(shape) > self._max_tokens:
                 break
             if not missing or missing[0] not in begun:
@@ -423,14 +409,14 @@ class ContinuousBatching(Decoder):
         kv_cache = self.kv_cache if kv_cache is None else kv_cache
         device = self._base.device
         rows, length = tokens.shape
-        high, wide = _padded_shape(rows, length, self._row_multiple)
+        high, wide = _padded_shape(rows, length, self._unit)
         ids = np.zeros((high, wide), np.int64)
         ids[:rows, :length] = tokens
         at = np.zeros((high, wide), np.int64)
         at[:rows] = starts[:, None] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
         kv_cache.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(round_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
+        where = np.zeros(round_up(index.size, self._unit), np.int64)
         where[: index.size] = index // length * wide + index % length
         places = to_device(at, device)
         mask = kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
@@ -452,20 +438,12 @@ class ContinuousBatching(Decoder):
             self.kv_cache.free()
 
 
-def _padded_shape(rows: int, length: int, multiple: int) -> tuple[int, int]:
-    """Return the smallest shape around [rows, length] of an invariant number of tokens, grown in one direction.
+def _padded_shape(rows: int, length: int, unit: int) -> tuple[int, int]:
+    """Return the smallest shape around [rows, length] of a multiple of ``unit`` tokens, grown in one direction.
 
-    >>> _padded_shape(1, 1, 1), _padded_shape(5, 6, 0), _padded_shape(5, 6, 2), _padded_shape(5, 6, 4)
-    ((1, 1), (5, 6), (5, 6), (8, 6))
-    >>> _padded_shape(1, 33, 2)
-    (1, 48)
+    >>> _padded_shape(5, 6, 1), _padded_shape(5, 6, 2), _padded_shape(5, 6, 4), _padded_shape(1, 33, 4)
+    ((5, 6), (5, 6), (6, 6), (1, 36))
     """
-    shape = _grown(rows, length, padding_unit(rows * length, multiple))
-    beyond = padding_unit(math.prod(shape), multiple)  # more are asked for where there are more
-    return shape if math.prod(shape) % beyond == 0 else _grown(rows, length, beyond)
-
-
-def _grown(rows: int, length: int, unit: int) -> tuple[int, int]:
     high = round_up(rows, unit // math.gcd(length, unit))
     wide = round_up(length, unit // math.gcd(rows, unit))
     return (high, length) if high * length < rows * wide else (rows, wide)

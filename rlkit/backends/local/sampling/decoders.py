@@ -162,10 +162,8 @@ def _slots_agree(base: Base) -> Outcome:
     tokens, n = base.probe.tokens, base.probe.tokens.size
     half = n // 2
     where = np.array([n - 1, n - 1, n - 3, 4, 3, n - 2, 5, 4])
-    # Rows are padded to multiples of 4, as on some processors.
-    decoder = ContinuousBatching(
-        SamplingForward(base, base.trial(ATTENTION), prepack=False), base, 0, merge=False, row_multiple=4
-    )
+    forward = SamplingForward(base, base.trial(ATTENTION), prepack=False)
+    decoder = ContinuousBatching(forward, base, 0, merge=False)
     expected = logits_at(base.trial(), tokens[None], where)
     whole = decoder.prefill(0, [tokens], [0])
     decoder.prefill(1, [tokens[:half]], [0])

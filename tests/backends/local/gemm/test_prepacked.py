@@ -11,13 +11,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.model import base as base_module  # noqa: E402
-from rlkit.backends.local.products import prepacked as measured  # noqa: E402
 from rlkit.backends.local.products import prepacked as module  # noqa: E402
-from rlkit.backends.local.products.prepacked import Prepacked, invariant_row_multiple, matmul, padding_unit, prepack  # noqa: E402  # noqa: E402
+from rlkit.backends.local.products.prepacked import ROW_UNIT, OneDNNWeight, matmul, prepack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.float64 import distance  # noqa: E402
 
-SHAPES = [(1, 1), (7, 3), (96, 576), (577, 130), (1200, 64)]
+SHAPES = [(1, 1), (7, 3), (32, 4), (96, 576), (576, 32), (577, 130), (1200, 64), (576, 1536)]
 
 
 @pytest.fixture(params=[1, 2])
@@ -30,12 +29,6 @@ def threads(request):
 
 def plain(monkeypatch):
     monkeypatch.setattr(module, "_works", lambda _: False)
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Nothing was measured before."""
-    monkeypatch.setattr(measured, "_measurements", {})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -58,38 +51,24 @@ def test_products_are_those_of_the_weight(shape, dtype):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("arranged", [True, False])
-@pytest.mark.usefixtures("threads", "fresh")
-def test_rows_are_alike_in_the_numbers_that_were_tried(arranged, monkeypatch):
-    """The measured number holds for other values than the tried ones, at any place in the batch."""
-    if not arranged:
-        plain(monkeypatch)
+@pytest.mark.skipif(not isinstance(prepack(torch.eye(3)), OneDNNWeight), reason="a build without oneDNN")
+@pytest.mark.usefixtures("threads")
+def test_rows_are_alike_in_any_multiple():
+    """Of a weight that is rearranged or not, of any shape, at any place in the batch."""
     generator = torch.Generator().manual_seed(1)
-    for shape in SHAPES[2:]:
-        weight = prepack(torch.randn(*shape, generator=generator))
-        assert isinstance(weight, Prepacked) == arranged
-        alike = invariant_row_multiple([weight], 128)
-        x = torch.randn(128, shape[1], generator=generator)
-        whole = matmul(x, weight)
-        for rows in {padding_unit(n, alike) * -(-n // padding_unit(n, alike)) for n in (1, 2, 3, 20, 31, 40, 77, 100)}:
-            for first in (0, 128 - rows):
-                assert torch.equal(matmul(x[first : first + rows], weight), whole[first : first + rows])
-
-
-@pytest.mark.parametrize("shape", [(12, 32), (64, 12), (32, 4), (128, 8), (297, 4)])
-def test_what_is_measured_hangs_on_no_values(shape, monkeypatch):
-    """A fresh adapter is half zeros, whose products are alike in any number; a trained one has the same shape."""
-    multiples = []
-    for weight in (torch.zeros(shape), torch.randn(shape), torch.empty(shape, device="meta")):
-        monkeypatch.setattr(measured, "_measurements", {})
-        multiples.append(invariant_row_multiple([weight], 256))
-    monkeypatch.setattr(measured, "_measurements", {})
-    torch.set_default_dtype(torch.bfloat16)  # as transformers does for all threads while it loads a model
-    try:
-        multiples.append(invariant_row_multiple([weight], 256))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(set(multiples)) == 1
+    wrong = []
+    for out, size in SHAPES:
+        weight, x = (torch.randn(n, size, generator=generator) for n in (out, 256))
+        for copy in (True, False):
+            product = OneDNNWeight(weight, copy=copy)
+            whole = product(x)
+            wrong += [
+                (out, size, copy, rows)
+                for rows in range(ROW_UNIT, 256, ROW_UNIT)
+                for first in {0, 256 - rows}
+                if not torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+            ]
+    assert not wrong
 
 
 def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
@@ -101,9 +80,9 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
             plain(monkeypatch)
         with rlkit.connect("local", model=tiny("llama"), seed=0, device="cpu") as policy:
             found.append(policy.sampler().result().logprobs(tokens).result())
-            layers, _ = white_box.weights(policy)
-            assert all(isinstance(x, Prepacked) == arranged for x in layers)
-            assert len(layers) == 4 * policy.base.model.config.num_hidden_layers  # what reads the same is one
+            weights = white_box.weights(policy)
+            assert all(isinstance(x, OneDNNWeight) == arranged for own in weights.values() for x in own)
+            assert len(weights) == 4 * policy.base.model.config.num_hidden_layers + 1  # what reads the same is one
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
@@ -120,29 +99,19 @@ def test_snapshots_beside_adapters_share_one_prepacked_base(tiny, kind, dtype):
             trained = policy.forward_backward([sample.datum(1.0)], "cross_entropy").result().selected[0]
             np.testing.assert_allclose(sample.logprobs, trained, atol=1e-4 if dtype == "float32" else 0.1)
             policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
-            layers, head = white_box.weights(policy)
-            shared.append({id(x) for x in (*layers, *head) if isinstance(x, Prepacked)})
+            own = [first for first, *_ in white_box.weights(policy).values()]
+            shared.append({id(x) for x in own if isinstance(x, OneDNNWeight)})
         assert len(white_box.decoders(policy)) == 2
-    prepacks = isinstance(prepack(torch.eye(3, dtype=getattr(torch, dtype))), Prepacked)  # bfloat16 not everywhere
-    assert any(isinstance(x, Prepacked) for x in layers) == prepacks
+    prepacks = isinstance(prepack(torch.eye(3, dtype=getattr(torch, dtype))), OneDNNWeight)  # bfloat16 not everywhere
+    assert bool(shared[0]) == prepacks
     assert shared[0] == shared[1]
 
 
 def test_a_large_base_is_not_copied(tiny, monkeypatch):
-    """It is multiplied by as it is."""
+    """It is multiplied by as it is; a prepacked weight is no torch memory that could be compared."""
     monkeypatch.setattr(base_module, "COPIED_UNDER", 0)
     with rlkit.connect("local", model=tiny("llama"), seed=0, device="cpu", merge=False) as policy:
         policy.sampler().result().sample([5], rlkit.SamplingParams(max_tokens=2)).result()
-        assert not any(isinstance(x, Prepacked) for part in white_box.weights(policy) for x in part)
-
-
-@pytest.mark.parametrize("alike", [1, 2, 8, 16, 64])
-def test_numbers_that_are_computed_are_numbers_that_are_tried(monkeypatch, alike):
-    """Whatever is asked for is rounded up to a number that was compared, for any weight."""
-    tried = []
-    monkeypatch.setattr(measured, "_measurements", {})
-    monkeypatch.setattr(measured, "matmul", lambda x, w: tried.append(x.shape[0]) or x @ w.t())
-    invariant_row_multiple([torch.zeros(3, 4)], 256)
-    for rows in range(1, 257):
-        unit = padding_unit(rows, alike)
-        assert -(-rows // unit) * unit in tried
+        own = {p.untyped_storage().data_ptr() for p in policy.base.model.parameters()}
+        for first, *_ in white_box.weights(policy).values():
+            assert getattr(first, "_read", first).untyped_storage().data_ptr() in own

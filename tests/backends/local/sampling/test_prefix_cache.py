@@ -21,7 +21,6 @@ pytest.importorskip("peft")
 from rlkit.backends.local.cache import kv_cache as attention
 from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
-from rlkit.backends.local.products.prepacked import padding_unit
 from rlkit.backends.local.sampling import _batching
 from tests.backends.local import white_box
 
@@ -165,13 +164,14 @@ def test_adapters_beside_real_widths(wide):
         assert all(future.result() for future in futures)
 
 
-def test_shapes_are_tried_ones():
-    """Whatever the rows and lengths, the number of tokens is one that was tried, and holds them all."""
-    for rows, length, alike in itertools.product(range(1, 20), range(1, 20), (1, 2, 4, 8, 16, 32, 64)):
-        high, wide = _batching._padded_shape(rows, length, alike)
+def test_shapes_are_multiples():
+    """Whatever the rows and lengths, they are held, in a multiple of the unit."""
+    for rows, length, unit in itertools.product(range(1, 20), range(1, 20), (1, 4)):
+        high, wide = _batching._padded_shape(rows, length, unit)
         assert high >= rows
         assert wide >= length
-        assert high * wide % padding_unit(high * wide, alike) == 0
+        assert high * wide % unit == 0
+        assert high * wide < rows * length + unit * max(rows, length)
 
 
 def test_turns_compute_what_is_new(tiny):

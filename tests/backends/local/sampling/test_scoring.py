@@ -190,7 +190,7 @@ def test_logits_are_computed_where_they_are_asked_for(tiny, kind, monkeypatch):
 
 def test_a_prompt_of_several_parts(tiny, monkeypatch):
     """One of more tokens than are computed at once: its completions have the trainer's logprobs."""
-    monkeypatch.setattr(_batching, "MAX_ROWS", (16,))
+    monkeypatch.setattr(_batching, "CPU_TOKENS", 16)
     with connect(tiny("llama")) as policy, policy.sampler().result() as sampler:
         prompt = np.random.default_rng(2).integers(3, 200, 70)
         samples = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=8, stop=()), n=2, seed=0).result()
