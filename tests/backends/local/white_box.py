@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 
 from rlkit.backends import options
@@ -18,6 +19,19 @@ def decoder(policy):
 def decoders(policy):
     """One for each of the snapshots used last."""
     return policy._scheduler.decoders
+
+
+def is_invariant(policy):
+    """Whether a sample is said to have the same bits in any company, as it has to be with AVX-512 for most models."""
+    said = policy.capabilities()["batch_invariant"]
+    assert said or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return said
+
+
+def require_invariance(policy):
+    """Skip the test where this processor's products hang on their shapes, which is said then."""
+    if not is_invariant(policy):
+        pytest.skip("capabilities() says that samples depend on their company here")
 
 
 def waiting(policy):

@@ -16,6 +16,7 @@ warning.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -301,25 +302,21 @@ class ContinuousBatching(Decoder):
 
     @torch.no_grad()
     def invariant(self) -> bool:
-        """Return whether a row is the same alone and with shorter and longer ones: a prompt, and the token after it.
+        """Return whether a text is the same at once and in parts, alone and with others.
 
         Experts get as many tokens as are sent to them, which few tokens may hide.
         """
         if any("expert" in name for name, _ in self._base.model.named_modules()):
             return False
-        first, size = len(self.rows), min(3 * TERMS, self._base.max_length)
-        tokens = np.resize(self._base.probe.tokens, size)
-        prompts = [tokens[: size // 2], tokens[:3], tokens[: size - 1], tokens[1:9], tokens[2:5]]
-        logits = []
+        first, tokens = len(self.rows), np.resize(self._base.probe.tokens, min(3 * TERMS, self._base.max_length))
+        ends = [end for end in np.cumsum([1, 1, 2, 3, 4, 6, 8, 11, 16, 24, 32]) if end < tokens.size]
         try:
-            for several in (prompts[:1], prompts):
-                prompt = self.prefill(first, several, [0] * len(several))[:1]
-                sizes = [prompt.size for prompt in several]
-                following = self.prefill(first, [tokens[n : n + 1] for n in sizes], sizes)[:1]
-                logits.append(torch.cat([prompt, following]))
+            expected = self.prefill(first, [tokens], [0])
+            for begin, end in itertools.pairwise([0, *ends, tokens.size]):
+                found = self.prefill(first, [tokens[begin:end], tokens[:3], tokens[1:9]], [begin, 0, 0])
         finally:
             self._tidy()
-        return bool(torch.equal(*logits))
+        return bool(torch.equal(found[0], expected[0]))
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
         def compute(tokens: np.ndarray, starts: np.ndarray, index: np.ndarray, cache: TreeCache) -> torch.Tensor:

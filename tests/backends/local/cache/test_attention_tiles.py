@@ -11,7 +11,7 @@ from rlkit.backends.local.attention.tree import Window, narrowed  # noqa: E402
 from rlkit.backends.local.cache import kv_cache  # noqa: E402
 from rlkit.backends.local.cache.kv_cache import LENGTHS, TERMS, SharedPrefix, matmul_attention  # noqa: E402
 
-AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 KEYS = 4 * TERMS
 
 
@@ -25,7 +25,7 @@ def threads(request):
 
 @pytest.mark.parametrize("shape", [(3, 1, 8), (9, 3, 64), (4, 4, 16), (8, 2, 96), (1, 1, 64), (4, 2, 256)])
 @pytest.mark.parametrize("window", [None, 40, 300])
-@pytest.mark.skipif(not AVX512, reason="MKL's sums hang on shapes here; capabilities() says so")
+@pytest.mark.skipif(AVX2, reason="MKL's sums may hang on shapes here, which capabilities() says")
 @pytest.mark.usefixtures("threads")
 def test_a_token_is_alike_in_any_company(shape, window):
     """Alone, among other queries, with more keys, in more rows, with shared beginnings."""

@@ -38,6 +38,7 @@ def connect(model, **options):
 def pair(tiny, request):
     """A sampler that keeps prefixes, one that keeps none, and the first one's decoder."""
     policies = [connect(tiny(request.param)), connect(tiny(request.param), prefix_mb=0)]
+    white_box.require_invariance(policies[0])
     samplers = [policy.sampler().result() for policy in policies]
     for sampler in samplers:
         sampler.sample([5], rlkit.SamplingParams(max_tokens=1)).result()
@@ -124,7 +125,9 @@ def test_real_widths(wide, monkeypatch):
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 290, 430)
     params = rlkit.SamplingParams(max_tokens=5, stop=())
-    cold = connect(wide, prefix_mb=0).sampler().result()
+    policy = connect(wide, prefix_mb=0)
+    white_box.require_invariance(policy)
+    cold = policy.sampler().result()
     expected = bits(cold.sample(prompt, params, seed=1).result())
     shared = []
     monkeypatch.setattr(attention, "_apart", lambda x, n: shared.append(n) or x.unflatten(1, (n, -1)).transpose(0, 1))
@@ -155,6 +158,7 @@ def test_adapters_beside_real_widths(wide):
     rng = np.random.default_rng(0)
     for parameter in white_box.parameters(policy).values():
         parameter.data.add_(torch.from_numpy(0.02 * rng.normal(size=parameter.shape)).to(parameter))
+    white_box.require_invariance(policy)
     sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=6, stop=())
     for n, others in ((1, 7), (3, 30), (5, 2), (90, 30)):
         prompt = rng.integers(3, 290, n)
@@ -202,7 +206,9 @@ def test_many_prompts_that_end_at_once(tiny):
     params = rlkit.SamplingParams(max_tokens=1, stop=())
     found = []
     for options in ({}, {"prefix_mb": 0}):
-        sampler = connect(tiny("llama"), **options).sampler().result()
+        policy = connect(tiny("llama"), **options)
+        white_box.require_invariance(policy)
+        sampler = policy.sampler().result()
         futures = [sampler.sample(prompt, params, n=3, seed=0) for prompt in prompts]
         found.append([bits(future.result()) for future in futures])
     assert found[0] == found[1]

@@ -442,7 +442,7 @@ def test_what_is_said_of_companions_is_so(tiny, kind, tmp_path):
             mine = sampler.sample(np.arange(3, 30), params, n=1 + others, seed=1).result()[0]
             found.append(mine.logprobs.tobytes())
             assert all(future.result() for future in futures)
-        assert said["batch_invariant"] is (kind not in ("mixtral", "bloom"))
+        assert said["batch_invariant"] is (kind not in ("mixtral", "bloom") and white_box.is_invariant(policy))
         if said["batch_invariant"]:
             assert found[0] == found[1]
         assert policy.capabilities() == said  # after sampling, and again
