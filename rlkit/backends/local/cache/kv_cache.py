@@ -3,8 +3,7 @@
 What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
 a multiple of ``ROW_UNIT`` rows. Keys past a token's own are masked before the softmax, where they add exact zeros.
 Libraries choose by the number of queries and by the length of a sum in which order it is added; so queries come in
-multiples of ``QUERIES``, and not more than ``TERMS`` are summed at once. ``benchmarks/batch_invariance.py`` shows with
-which numbers products are alike on a processor.
+multiples of ``QUERIES``, and not more than ``TERMS`` are summed at once.
 """
 
 from __future__ import annotations

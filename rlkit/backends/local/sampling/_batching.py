@@ -311,7 +311,7 @@ class ContinuousBatching(Decoder):
         first, tokens = len(self.rows), np.resize(self._base.probe.tokens, min(3 * TERMS, self._base.max_length))
         ends = [end for end in np.cumsum([1, 1, 2, 3, 4, 6, 8, 11, 16, 24, 32]) if end < tokens.size]
         try:
-            expected = self.prefill(first, [tokens], [0])
+            found = expected = self.prefill(first, [tokens], [0])
             for begin, end in itertools.pairwise([0, *ends, tokens.size]):
                 found = self.prefill(first, [tokens[begin:end], tokens[:3], tokens[1:9]], [begin, 0, 0])
         finally:
