@@ -51,6 +51,14 @@ def test_products_are_those_of_the_weight(shape, dtype):
     assert torch.equal(weight, before)
 
 
+def test_weights_of_another_device_go_to_their_place():
+    """Where the one before was, if it fits."""
+    before, new, other = (torch.empty(n, 3, device="meta") for n in (2, 2, 4))
+    assert prepack(new, before) is before
+    assert prepack(other, before) is other
+    assert prepack(new) is new
+
+
 @pytest.mark.skipif(not isinstance(prepack(torch.eye(3)), OneDNNWeight), reason="a build without oneDNN")
 @pytest.mark.usefixtures("threads")
 def test_rows_are_alike_in_any_multiple():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import math
 import shutil
 import time
 import weakref
@@ -19,8 +20,10 @@ from tests.properties import examples
 
 pytest.importorskip("peft")
 from rlkit.backends.local.cache import kv_cache as attention
-from rlkit.backends.local.cache.kv_cache import KVCache
+from rlkit.backends.local.cache.kv_cache import QUERIES, TERMS, KVCache, SharedPrefix
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
+from rlkit.backends.local.model import base
+from rlkit.backends.local.products.prepacked import ROW_UNIT
 from rlkit.backends.local.sampling import _batching
 from tests.backends.local import white_box
 
@@ -176,6 +179,47 @@ def test_shapes_are_multiples():
         assert wide >= length
         assert high * wide % unit == 0
         assert high * wide < rows * length + unit * max(rows, length)
+
+
+@pytest.mark.parametrize("options", [{"merge": True}, {"merge": False}, {"merge": False, "large": True}])
+def test_products_that_are_alike_in_any_company(options, tiny, tmp_path, monkeypatch):
+    """Those with weights are oneDNN's, of a multiple of 4 rows; attention's have 4 queries and sum at most 64 terms.
+
+    Which sums a library splits otherwise depends on the processor, so bits alone do not show all of this on one.
+    """
+    large = options.pop("large", False)
+    if large:
+        monkeypatch.setattr(base, "COPIED_UNDER", 0)
+    shutil.copytree(tiny("qwen3"), tmp_path, dirs_exist_ok=True)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, head_dim=96, max_position_embeddings=512)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    policy = connect(tmp_path, **options)
+    policy.forward_backward([rlkit.Datum([5, 6, 7], [0, 1, 1])], "cross_entropy")
+    policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
+    sampler = policy.sampler().result()
+    sampler.sample([5], rlkit.SamplingParams(max_tokens=1)).result()
+    decoder, tokens = white_box.decoder(policy), np.resize(np.arange(3, 200), 300)
+    starts, shared = np.array([150, 149, 3]), SharedPrefix(TERMS, [[0, 1], [2]])
+    called = []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            if name in ("_linear_pointwise", "mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv"):
+                called.append((name, *args[-2 if name == "bmm" else 0].shape))
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Products():
+        decoder.prefill(0, [tokens[:149], tokens[:6]], [0, 0])
+        decoder.prefill(0, [tokens], [0])
+        decoder._logits(tokens[:3, None], 0, starts, np.arange(3), shared)
+    products = [shape for name, *shape in called if name == "_linear_pointwise"]
+    sums = [shape for name, *shape in called if name == "bmm" and shape[-1] > 1]  # 1: a rotary embedding's angles
+    assert len(called) == len(products) + len([name for name, *_ in called if name == "bmm"])
+    assert products
+    assert sums
+    assert all(math.prod(shape[:-1]) % ROW_UNIT == 0 for shape in products)
+    assert all(queries % QUERIES == 0 and terms <= TERMS for _, queries, terms in sums)
 
 
 def test_turns_compute_what_is_new(tiny):
