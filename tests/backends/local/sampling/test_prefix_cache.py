@@ -23,8 +23,10 @@ from rlkit.backends.local.cache import kv_cache as attention
 from rlkit.backends.local.cache.kv_cache import QUERIES, TERMS, KVCache, SharedPrefix
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.model import base
+from rlkit.backends.local.model.forward import SamplingForward
 from rlkit.backends.local.products.prepacked import ROW_UNIT
 from rlkit.backends.local.sampling import _batching
+from rlkit.backends.local.sampling.sampler import take_snapshot
 from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
@@ -196,9 +198,10 @@ def test_products_that_are_alike_in_any_company(options, tiny, tmp_path, monkeyp
     policy = connect(tmp_path, **options)
     policy.forward_backward([rlkit.Datum([5, 6, 7], [0, 1, 1])], "cross_entropy")
     policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
-    sampler = policy.sampler().result()
-    sampler.sample([5], rlkit.SamplingParams(max_tokens=1)).result()
-    decoder, tokens = white_box.decoder(policy), np.resize(np.arange(3, 200), 300)
+    forward = SamplingForward(policy.base, policy.base.tree(attention.ATTENTION))
+    decoder = _batching.ContinuousBatching(forward, policy.base, 0, merge=options["merge"])
+    decoder.use(take_snapshot(policy._policy.peft, 0, 1.0))
+    tokens = np.resize(np.arange(3, 200), 300)
     starts, shared = np.array([150, 149, 3]), SharedPrefix(TERMS, [[0, 1], [2]])
     called = []
 
