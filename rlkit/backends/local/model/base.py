@@ -139,9 +139,9 @@ class Base:
 
     def packed(self, weight: torch.Tensor) -> Weight:
         """Return a weight of this model prepacked, one copy for all who sample; as it is if the model is not small."""
-        if self.small or not can_prepack(weight):
+        if self.small:
             return self.copies.of(weight)
-        return OneDNNWeight(weight, copy=False)  # which is batch-invariant, too
+        return OneDNNWeight(weight, copy=False) if can_prepack(weight) else weight
 
     @property
     def kind(self) -> str:

@@ -168,7 +168,7 @@ def scale_queries_by_position(model: nn.Module) -> None:
     are positions only where a row is alone and begins in the first of them. Here t is the position that the forward
     pass is given, and so rows of unequal lengths and packed sequences are right.
 
-    The modules are this model's own. Adapters of queries are in them already, or are hooks that run first.
+    The modules are this model's own, and adapters of queries are in them already.
     """
     for layer in model.modules():
         attention = getattr(layer, "self_attn", None)

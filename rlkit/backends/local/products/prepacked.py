@@ -250,5 +250,6 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 
 def keep_address(new: torch.Tensor, old: Weight | None) -> torch.Tensor:
     """Copy ``new`` into the old buffer where it fits, so that recorded CUDA graphs stay valid."""
-    fits = isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype
-    return old.copy_(new) if fits and isinstance(old, torch.Tensor) else new
+    if isinstance(old, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype:
+        return old.copy_(new)
+    return new

@@ -69,7 +69,8 @@ def test_texts_together_are_as_alone(tiny, kind, merge, monkeypatch):
         sampler = policy.sampler().result()
         asked = [(k % 5, text, 0.7 if k % 3 else 1.0) for k, text in enumerate(texts() * 2)]
         alone = [numbers(ask(sampler, *one).result()) for one in asked]
-        exact = kind not in ("bloom", "mixtral", "mamba") and white_box.is_invariant(policy)
+        exact = policy.capabilities()["batch_invariant"]
+        assert exact is (kind in ("llama", "qwen3", "gpt2", "mistral", "gemma2") and white_box.is_invariant(policy))
         for tokens in (4096, 30):
             monkeypatch.setattr("rlkit.backends.local.sampling._batching.TREE_TOKENS", tokens)
             monkeypatch.setattr(_scoring, "ROWS", 7)
