@@ -9,23 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
-PATHS = {
-    "slots": "slots; tree",
-    "cache": "the library's cache, in batches; rows",
-    "request": "the library's cache, one request at a time; rows",
-    "whole": "all tokens again for each new one, in batches; rows",
+LAYOUTS = {
+    "packed": "packed",
+    "padded": "padded",
+    "equal": "one length",
+    "uncached": "one length, all tokens again for each new one",
     "refused": "refused",
 }
 
 
 def rows() -> Iterator[str]:
-    """The families of one path and one note in a row."""
+    """The families of one layout and one note in a row."""
     from tests.models.families import FAMILIES
 
-    for path, text in PATHS.items():
-        notes = dict.fromkeys(family.note for family in FAMILIES.values() if family.path == path)
+    for layout, text in LAYOUTS.items():
+        notes = dict.fromkeys(family.note for family in FAMILIES.values() if family.layout == layout)
         for note in sorted(notes):
-            names = [name for name, family in FAMILIES.items() if (family.path, family.note) == (path, note)]
+            names = [name for name, family in FAMILIES.items() if (family.layout, family.note) == (layout, note)]
             yield f"| {text} | {'; '.join(names)} | {note} |"
 
 
@@ -33,7 +33,7 @@ def page(text: str) -> str:
     """``text`` with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    table = "\n".join(["| sampled in; trained as | families | |", "|---|---|---|", *rows()])
+    table = "\n".join(["| layout | families | |", "|---|---|---|", *rows()])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 

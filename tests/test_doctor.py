@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,6 @@ def test_a_wrong_gradient_is_named(tmp_path):
     ]
     assert "test_gradient_is_that_of_peft" in failed
     assert "test_logprobs_are_those_of_transformers" not in failed
-    assert not (tmp_path / "devices").exists()
 
 
 @pytest.mark.parametrize("package", ["torch", "peft", "pytest"])
@@ -94,23 +92,3 @@ def test_a_missing_package_is_named(package):
     done = without([package], DOCTOR)
     assert done.returncode == 2
     assert f"rlkit doctor --device needs {package}: pip install" in done.stderr
-
-
-def test_a_device_that_was_not_tested_is_named_once(tmp_path, monkeypatch):
-    """By ``connect``; never after its tests have passed, and never for a CPU."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("peft")
-    from rlkit.backends.local.model import probe
-
-    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
-    device = torch.device("mps", 0)
-    monkeypatch.setattr(probe, "_warned", set())
-    with pytest.warns(UserWarning, match="rlkit doctor --device mps:0"):
-        probe.warn_untried(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        probe.warn_untried(device)
-        probe.note_tried(device)
-        monkeypatch.setattr(probe, "_warned", set())
-        probe.warn_untried(device)
-        probe.warn_untried(torch.device("cpu"))

@@ -158,7 +158,6 @@ QUIET = {  # in backends, losses and critics: who catches what a bug raises and 
     ("backends/local/model/memory.py", "return_freed"): "where the system can",
     ("backends/local/model/hub.py", "_complete"): "a file that cannot be read is made again",
     ("backends/local/model/hub.py", "announces_tied"): "loading it says what is wrong",
-    ("backends/local/model/probe.py", "__init__"): "a file that cannot be read is made again",
 }
 
 

@@ -21,8 +21,7 @@ class Family:
     Attributes:
         model_type: transformers' name of it.
         settings: of its config, beside ``SHAPE``.
-        path: by which it is computed: "slots", "cache", "request", "whole" or "refused".
-        tree: whether sequences share what they begin with in training.
+        layout: in which it is computed: "packed", "padded", "equal", "uncached" or "refused".
         note: why, or what gets no adapter.
         without: what of ``SHAPE`` its config does not take.
         gain: times which its matrices are as large as the library makes them, so that attention looks at single tokens.
@@ -30,7 +29,7 @@ class Family:
 
     model_type: str
     settings: dict[str, Any] = attrs.field(factory=dict)
-    path: str = "slots"
+    layout: str = "packed"
     note: str = ""
     without: tuple[str, ...] = ()
     gain: float = 8.0

@@ -1,4 +1,4 @@
-"""Measure which paths compute the families of the table, and write families.toml: ``make families``.
+"""Measure which layout computes each family of the table, and write families.toml: ``make families``.
 
 python -m tests.models.measure [NAME ...]     # prints what differs from the file, of some families only
 python -m tests.models.measure --write        # measures all of them in float32 and writes the file
@@ -6,7 +6,6 @@ python -m tests.models.measure --write        # measures all of them in float32 
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 import tomllib
@@ -14,57 +13,80 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 from textwrap import fill
+from unittest import mock
 
-import attrs
+import numpy as np
 
+import rlkit
 from tests.models.families import FAMILIES
 from tests.models.family import build
 
 FILE = Path(__file__).parents[2] / "rlkit" / "backends" / "local" / "model" / "families.toml"
 HEAD = """\
 # Written by `make families`: what small random models of each architecture gave in float32 with transformers {version}.
-# In bfloat16 a small difference looks like rounding, so paths are tried there for these architectures alone.
 """
-LISTS = {  # of model types, by what is found out about one
-    "slots": ("decoded in slots, trained as a tree", lambda found: found["decoding"] == "slots"),
-    "batched": ("decoded in batches with the library's cache", lambda found: found["decoding"] == "cache"),
-    "whole": (
-        "decoded without a cache: the library's is wrong or not there",
-        lambda found: found["decoding"] == "whole",
-    ),
-    "not_continued": ("several tokens at once do not continue a cache", lambda found: not found.get("continues", True)),
+LISTS = {  # of model types
+    "packed": "decoded in slots, trained as a tree",
+    "padded": "decoded in rows that are padded on the left",
+    "uncached": "decoded without a cache: the library's is wrong or not there",
 }
+LAYOUTS = "packed", "padded", "equal", "uncached"
+PROMPTS = (3, 17, 30)
+BOUND = 1e-3  # of logprobs; differences of 1e-4 are rounding here
 
 
-def find_paths(folder):
-    """What is found out about a model when it is sampled from in float32."""
-    from rlkit.backends.local.model.base import load_base
-    from rlkit.backends.local.sampling.decoders import decoder_for
+def layout_of(name):
+    """The first layout in which a family is right."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = str(build(FAMILIES[name], Path(folder) / "model"))
+        return next(layout for layout in LAYOUTS if difference(model, layout) < BOUND)
 
-    base = load_base(str(folder), "float32", "cpu")
-    decoder_for(base, merge=False, prefix_bytes=0, cuda_graphs=False)
-    found = attrs.asdict(base.known)
-    return {name: found[name] for name in ("decoding", "continues") if found[name] is not None}
+
+def difference(model, layout):
+    """The largest difference of sampled and trained logprobs to transformers' own, in a layout; inf where it fails."""
+    import transformers
+
+    from rlkit.backends.local.model import base
+    from rlkit.backends.local.sampling import _padded
+
+    kind = transformers.AutoConfig.from_pretrained(model).get_text_config().model_type
+    lists = {"PACKED": (base, "packed"), "PADDED": (base, "padded"), "UNCACHED": (_padded, "uncached")}
+    patches = [mock.patch.object(where, x, {kind} if own == layout else set()) for x, (where, own) in lists.items()]
+    with patches[0], patches[1], patches[2]:
+        try:
+            policy = rlkit.connect("local", model=model, lora=rlkit.Lora(rank=2, train_unembed=True), device="cpu")
+            with policy:
+                return np.inf if layout == "packed" != policy.base.layout else _compare(policy)
+        except Exception as error:  # whatever a library raises for a layout that it does not know
+            print(f"{kind} is not {layout}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            return np.inf
+
+
+def _compare(policy):
+    from rlkit.backends.local.model.probe import logits_at
+
+    rng, params = np.random.default_rng(0), rlkit.SamplingParams(max_tokens=40, stop=())
+    with policy.sampler().result() as sampler:
+        futures = [sampler.sample(rng.integers(3, 290, size), params, n=2, seed=size) for size in PROMPTS]
+        samples = [sample for future in futures for sample in future.result()]
+    trained = policy.forward([sample.datum(1.0) for sample in samples]).result().selected
+    worst = 0.0
+    for sample, found in zip(samples, trained, strict=True):
+        tokens = np.concatenate([sample.prompt, sample.tokens])
+        logits = logits_at(policy.base.model, tokens[None], np.arange(sample.prompt.size - 1, tokens.size - 1))
+        logprobs = logits.log_softmax(-1).numpy()[np.arange(sample.tokens.size), sample.tokens]
+        worst = max(worst, *(float(np.abs(x - logprobs).max()) for x in (sample.logprobs, found)))
+    return worst if np.isfinite(worst) else np.inf
 
 
 def measure(names):
-    """The model types of each list, as these families have them."""
-    from rlkit.backends.local.model import probe
-
-    lists = defaultdict(set)
+    """The model types of each list: the layout in which all of their families are right."""
+    found = defaultdict(set)
     for name in names:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "model .* its context is limited to")
-            before, probe.checks_folder = probe.checks_folder, lambda: None
-            try:
-                found = find_paths(build(FAMILIES[name], Path(folder) / "model"))
-            finally:
-                probe.checks_folder = before
-        for key, (_, belongs) in LISTS.items():
-            if belongs(found):
-                lists[key].add(FAMILIES[name].model_type)
-        gc.collect()
-    return lists
+        found[FAMILIES[name].model_type].add(layout_of(name))
+    last = {kind: max(layouts, key=LAYOUTS.index) for kind, layouts in found.items()}
+    return {key: {kind for kind, layout in last.items() if layout == key} for key in LISTS}
 
 
 def compare(names):
@@ -79,14 +101,14 @@ def write(lists):
     import transformers
 
     parts = [HEAD.format(version=transformers.__version__)]
-    for key, (meaning, _) in LISTS.items():
+    for key, meaning in LISTS.items():
         kinds = fill(", ".join(f'"{kind}"' for kind in sorted(lists[key])), 118, break_on_hyphens=False)
         parts.append(f"# {meaning}\n{key} = [\n{kinds}\n]\n")
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    names = [x for x in sys.argv[1:] if x != "--write"] or [x for x in FAMILIES if FAMILIES[x].path != "refused"]
+    names = [x for x in sys.argv[1:] if x != "--write"] or [x for x in FAMILIES if FAMILIES[x].layout != "refused"]
     if "--write" in sys.argv:
         FILE.write_text(write(measure(names)), "utf-8")
     elif different := compare(names):

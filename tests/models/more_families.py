@@ -40,11 +40,11 @@ MORE = {
         "aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, note=NO_EXPERTS
     ),
     "axk1": Family("axk1", SHARED | LATENT | SPARSE, note=NO_EXPERTS),
-    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "cache", NO_EXPERTS),
-    "bailing_hybrid": Family("bailing_hybrid", KIMI, "cache", NO_EXPERTS),
+    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "padded", NO_EXPERTS),
+    "bailing_hybrid": Family("bailing_hybrid", KIMI, "padded", NO_EXPERTS),
     "biogpt": Family("biogpt"),
     "bitnet": Family("bitnet"),
-    "codegen": Family("codegen", GPT2 | {"n_ctx": LENGTH, "rotary_dim": 4, "n_inner": 48}, "cache"),
+    "codegen": Family("codegen", GPT2 | {"n_ctx": LENGTH, "rotary_dim": 4, "n_inner": 48}, "padded"),
     "cohere2_moe": Family("cohere2_moe", EXPERTS | WINDOWED | SPARSE | {"num_shared_experts": 1}, note=NAMES),
     "ctrl": Family("ctrl", GPT2 | {"dff": 48}),
     "dbrx": Family(
@@ -60,15 +60,15 @@ MORE = {
         | {"q_lora_rank": 12, "o_lora_rank": 8, "qk_rope_head_dim": 4, "sliding_window": WINDOW}
         # and compressed keys
         | {"num_key_value_heads": 1, "o_groups": 2, "hc_mult": 2},
-        "whole",
+        "padded",
         NO_EXPERTS,
     ),
-    "doge": Family("doge", {"sliding_window": None, "keep_window_size": PICKED}, "cache"),
+    "doge": Family("doge", {"sliding_window": None, "keep_window_size": PICKED}, "padded"),
     "dots1": Family("dots1", SHARED | WINDOWED | {"max_window_layers": 1}, note=NAMES),
     "dots3_note_text": Family(
         "dots3_note_text",
         SHARED | LATENT | INDEX | SPARSE | {"sliding_window": WINDOW, "shared_experts_intermediate_size": 24},
-        "cache",
+        "padded",
         NO_EXPERTS,
     ),
     "exaone_moe": Family(
@@ -76,12 +76,12 @@ MORE = {
         EXPERTS | WINDOWED | SPARSE | {"num_shared_experts": 1, "n_group": 1, "topk_group": 1},
         note=NAMES,
     ),
-    "falcon_mamba": Family("falcon_mamba", {"state_size": 8, "time_step_rank": 4}, "cache", gain=3.0),
+    "falcon_mamba": Family("falcon_mamba", {"state_size": 8, "time_step_rank": 4}, "equal", gain=3.0),
     "flex_olmo": Family("flex_olmo", EXPERTS, note=NO_EXPERTS),
     "flint": Family("flint", EXPERTS | SHARES | {"sliding_window": WINDOW}),
     "glm4_moe_lite": Family("glm4_moe_lite", SHARED | LATENT | SPARSE, note=NAMES),
-    "gptj": Family("gptj", GPT2 | {"rotary_dim": 4, "n_inner": 48}, "cache"),
-    "gpt_neox_japanese": Family("gpt_neox_japanese", {"intermediate_multiple_size": 2}, "cache"),
+    "gptj": Family("gptj", GPT2 | {"rotary_dim": 4, "n_inner": 48}, "padded"),
+    "gpt_neox_japanese": Family("gpt_neox_japanese", {"intermediate_multiple_size": 2}, "padded"),
     "granite_swa": Family("granite_swa", WINDOWED),
     "granitemoe_swa": Family("granitemoe_swa", WINDOWED | {"num_local_experts": 4}, note=NO_EXPERTS),
     "granitemoeshared": Family(
@@ -90,10 +90,10 @@ MORE = {
     "helium": Family("helium"),
     "hrm_text": Family("hrm_text"),
     "hy_v3": Family("hy_v3", EXPERTS | SPARSE | {"num_shared_experts": 1}, note=NO_EXPERTS),
-    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "cache", NO_EXPERTS),
+    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "padded", NO_EXPERTS),
     "hyperclovax": Family("hyperclovax"),
-    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "cache", NO_EXPERTS),
-    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "cache", NO_EXPERTS),
+    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "padded", NO_EXPERTS),
+    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "padded", NO_EXPERTS),
     "internlm3": Family("internlm3"),
     "iquestcoder": Family("iquestcoder"),
     "jais2": Family("jais2"),
@@ -103,12 +103,12 @@ MORE = {
         note=NO_EXPERTS,
         without=("num_attention_heads",),
     ),
-    "kimi_linear": Family("kimi_linear", KIMI, "cache", NO_EXPERTS),
+    "kimi_linear": Family("kimi_linear", KIMI, "padded", NO_EXPERTS),
     "kolibri1": Family("kolibri1", LOCAL | WINDOWED | SHARES, note=NO_EXPERTS),
     "laguna": Family(
         "laguna", EXPERTS | WINDOWED | SHARES | SPARSE | {"num_attention_heads_per_layer": [4, 4]}, note=NAMES
     ),
-    "lfm3": Family("lfm3", {"layer_types": ["conv", "full_attention"]}, "cache"),
+    "lfm3": Family("lfm3", {"layer_types": ["conv", "full_attention"]}, "padded"),
     "longcat_flash": Family(
         "longcat_flash",
         LATENT
@@ -125,12 +125,12 @@ MORE = {
         | SPARSE
         | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 2}
         | {"index_local_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "request",
+        "equal",
         NO_EXPERTS,
     ),
     "ministral": Family("ministral", WINDOWED),
-    "olmo_hybrid": Family("olmo_hybrid", LINEAR, "cache"),
-    "openai-gpt": Family("openai-gpt", GPT2, "whole"),
+    "olmo_hybrid": Family("olmo_hybrid", LINEAR, "padded"),
+    "openai-gpt": Family("openai-gpt", GPT2, "padded"),
     "persimmon": Family("persimmon"),
     "phi4_multimodal": Family(
         "phi4_multimodal",  # its own towers for images and sound have 800 million weights
@@ -144,26 +144,26 @@ MORE = {
     "qwen4_exp_text": Family(
         "qwen4_exp_text",
         EXPERTS | LINEAR | SHARES | NGRAMS | {"indexer_compress_ratio": 1, "output_gate_type": "sigmoid"},
-        "whole",
+        "padded",
         NO_EXPERTS,
     ),
-    "rwkv": Family("rwkv", {"attention_hidden_size": 32, "context_length": LENGTH}, "whole", gain=3.0),
+    "rwkv": Family("rwkv", {"attention_hidden_size": 32, "context_length": LENGTH}, "equal", gain=3.0),
     "solar_open": Family("solar_open", SHARED, note=NAMES),
     "vaultgemma": Family("vaultgemma", WINDOWED),
-    "xglm": Family("xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "cache"),
-    "xlstm": Family("xlstm", {"num_blocks": 2, "num_heads": 4, "embedding_dim": 32}, "whole", gain=3.0),
+    "xglm": Family("xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "padded"),
+    "xlstm": Family("xlstm", {"num_blocks": 2, "num_heads": 4, "embedding_dim": 32}, "uncached", gain=3.0),
     "youtu": Family("youtu", LATENT, gain=4.0),
     "zamba": Family(
         "zamba",
         {"num_hidden_layers": 3, "attention_head_dim": 16, "n_mamba_heads": 2, "attn_layer_period": 2}
         | {"attn_layer_offset": 1, "mamba_dt_rank": 4, "mamba_d_state": 8, "use_mamba_kernels": False},
-        "cache",
+        "padded",
         gain=3.0,
     ),
     "zaya": Family(
         "zaya",
         EXPERTS | {"num_experts_per_tok": 1, "sliding_window": None, "router_hidden_size": 8},
-        "cache",
+        "padded",
         NO_EXPERTS,
     ),
     "cpmant": Family("cpmant", {"dim_head": 8, "dim_ff": 48}, "refused", "not causal"),

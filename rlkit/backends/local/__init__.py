@@ -29,9 +29,8 @@ from rlkit.backends.local.checks import ResolvedOptions, check_options, check_sa
 from rlkit.backends.local.model.base import COPIED_UNDER, Base, load_base
 from rlkit.backends.local.model.lora import adapter_seed, decide_head, describe_lora, with_adapter
 from rlkit.backends.local.model.memory import default_max_rows, free_bytes, micro_batch_tokens_for
-from rlkit.backends.local.model.probe import warn_untried
 from rlkit.backends.local.products.linear import adapter_of
-from rlkit.backends.local.sampling.decoders import decoder_for
+from rlkit.backends.local.sampling.decoders import make_decoder
 from rlkit.backends.local.sampling.sampler import LiveLocalSampler, LocalSampler, Snapshot, take_snapshot
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_forward
@@ -127,7 +126,6 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None
     options, dtype, saved = resolved.options, resolved.dtype, resolved.saved
     device, sharded = resolved.device, mesh is not None
     base = load_base(resolved.model, dtype, "cpu" if sharded else device)
-    warn_untried(device)
     lora = decide_head(resolved.lora, base)
     peft = with_adapter(base, lora, adapter_seed(lora, resolved.entropy), fresh=saved is None)
     free = free_bytes(device)
@@ -136,10 +134,10 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None
     tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base, free))
     forward = training_forward(peft, base, tokens)
     if mesh is not None:
-        forward.head_splits(base.probe.tokens[:8])  # tried here, since ranks compute layers in one order afterwards
+        forward.head_splits(base.text[:8])  # tried here, since ranks compute layers in one order afterwards
         base = resolve_name("rlkit.backends.local.distributed.shard:shard")(base, peft, mesh, device)
     trainer = LocalTrainer(peft, base.device, tokens, forward)
-    how = "trees" if base.trees else "rows"
+    how = "trees" if base.layout == "packed" else "rows"
     _log.info("training on %s in %s: %s of %d tokens at once", base.device, dtype, how, tokens)
     # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
     small = base.nbytes < COPIED_UNDER and dtype == "float32"
@@ -159,11 +157,10 @@ def load_policy(resolved: ResolvedOptions[LocalOptions], mesh: DeviceMesh | None
 
 
 def _make_scheduler(base: Base, options: LocalOptions) -> Scheduler:
-    merge, copies = bool(options.merge), options.merged_copies or 1
+    copies, rows = options.merged_copies or 1, options.max_rows or default_max_rows(base.device)
     graphs = options.cuda_graphs is not False
-    decoder = partial(decoder_for, base, merge, options.prefix_mb * 10**6, graphs, beside=[])
-    rows = options.max_rows or default_max_rows(base.device)
-    return Scheduler(decoder, rows, max(_SNAPSHOTS, copies), copies if merge else None)
+    decoder = partial(make_decoder, base, bool(options.merge), options.prefix_mb * 10**6, graphs, [])
+    return Scheduler(decoder, rows, max(_SNAPSHOTS, copies), copies if options.merge else None)
 
 
 def _restore(resolved: ResolvedOptions[LocalOptions], trainer: LocalTrainer) -> tuple[SeedStream, int]:

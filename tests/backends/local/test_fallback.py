@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
-import shutil
 import warnings
 
 import pytest
 
 from rlkit import _fallback
-from tests.models.families import FAMILIES
-from tests.models.family import build
-from tests.models.measure import find_paths
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from rlkit.backends.local.cache.library_cache import RowCache  # noqa: E402
-from rlkit.backends.local.model import base as base_module  # noqa: E402
-from rlkit.backends.local.model import probe  # noqa: E402
-from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.products import prepacked  # noqa: E402
-from rlkit.backends.local.sampling._batching import ContinuousBatching  # noqa: E402
-from rlkit.backends.local.sampling._library import LibraryBatching  # noqa: E402
-from rlkit.backends.local.sampling.decoders import decoder_for  # noqa: E402
 from rlkit.backends.local.training import _attention  # noqa: E402
 
 CPU = torch.device("cpu")
-MODELS = {  # which tiny model has the path, where it breaks, and what is found out about the model then
-    "decoding in slots": ("gpt2", ContinuousBatching, "prefill", {"decoding": "cache"}),
-    "the library's cache": ("bloom", LibraryBatching, "decode", {"decoding": "whole"}),
-    "a cache of unequal rows": ("bloom", RowCache, "remove", {"decoding": "request", "continues": True}),
-}
 PRODUCTS = {  # where it breaks, what is remembered of it, and whether it is taken
     "prepacked weights": (
         prepacked.OneDNNWeight,
@@ -56,7 +39,6 @@ PRODUCTS = {  # where it breaks, what is remembered of it, and whether it is tak
 def fresh(monkeypatch):
     """Nothing was tried or warned of before."""
     monkeypatch.setattr(_fallback, "_warned", set())
-    monkeypatch.setattr(probe, "checks_folder", lambda: None)
 
 
 def break_it(monkeypatch, where, name, error=TypeError):
@@ -73,43 +55,9 @@ def bugs(said):
     return [str(x.message) for x in said if "please report this bug" in str(x.message)]
 
 
-@pytest.mark.parametrize("path", MODELS)
-def test_a_bug_in_the_path_of_a_model_warns(path, tiny, tmp_path, monkeypatch):
-    """Once, with its traceback and what to do; another path is taken."""
-    kind, where, name, found = MODELS[path]
-    break_it(monkeypatch, where, name)
-    for again in (False, True):
-        folder = shutil.copytree(tiny(kind), tmp_path / f"model{again}")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert find_paths(folder).items() >= found.items()
-        (text, *others) = bugs(said) or [""]
-        assert not others
-        assert bool(text) == (not again)
-        if text:
-            assert text.startswith(f"{path} ({kind}) failed and is not used, so ")
-            assert "in fail\n" in text
-            assert text.endswith("TypeError: a bug")
-
-
-def test_a_bug_in_a_continued_cache_warns(tiny, tmp_path, monkeypatch):
-    """Only what it is for is left out: prompts that begin with what was computed before."""
-    advance = RowCache.advance
-
-    def fail(self, rows, columns):
-        if self.end and columns > 1:
-            raise LookupError("a bug")
-        advance(self, rows, columns)
-
-    monkeypatch.setattr(RowCache, "advance", fail)
-    with pytest.warns(UserWarning, match=r"a continued cache \(bloom\) failed"):
-        found = find_paths(shutil.copytree(tiny("bloom"), tmp_path / "model"))
-    assert found == {"decoding": "cache", "continues": False}
-
-
 @pytest.mark.parametrize("path", PRODUCTS)
 def test_a_bug_in_a_product_warns(path, monkeypatch):
-    """As one in the path of a model."""
+    """Once, with its traceback; another product is taken."""
     where, name, kept, works = PRODUCTS[path]
     monkeypatch.setattr(prepacked, "_made_by_intel", lambda: False)
     monkeypatch.setattr(prepacked, "product", lambda x, w: x.float() @ w.float())  # which a CPU does not have
@@ -140,44 +88,6 @@ def test_a_product_that_is_not_a_number_is_not_taken(path, monkeypatch, caplog):
     assert "is not used, so " in caplog.text
     assert "off by nan" in caplog.text
     kept.cache_clear()
-
-
-@pytest.mark.filterwarnings("ignore:model .* its context is limited to:UserWarning")
-@pytest.mark.parametrize("name", ["codegen", "falcon", "doge", "openai-gpt", "recurrent_gemma", "gpt_neo"])
-def test_a_model_that_a_path_does_not_support_is_logged(name, tmp_path, caplog):
-    """No warning, which would be an error here."""
-    with caplog.at_level(logging.INFO, "rlkit"):
-        found = find_paths(build(FAMILIES[name], tmp_path / "model"))
-    assert found["decoding"] == FAMILIES[name].path
-    assert "is not used, so " in caplog.text
-
-
-def test_capped_scores_and_sinks_are_decoded_in_slots(tmp_path):
-    """Wrong ones would be right by another path, and slower."""
-    for name in ("gemma2", "gpt_oss", "llama"):
-        assert find_paths(build(FAMILIES[name], tmp_path / name)) == {"decoding": "slots"}, name
-
-
-def test_what_is_not_tried_in_bfloat16_is_logged(tiny, tmp_path, monkeypatch, caplog):
-    """With the reason."""
-    monkeypatch.setattr(base_module, "SLOTS", frozenset())
-    base = load_base(str(shutil.copytree(tiny("gpt2"), tmp_path / "model")), "bfloat16", "cpu")
-    with caplog.at_level(logging.INFO, "rlkit"):
-        decoder_for(base, merge=False, prefix_bytes=0, cuda_graphs=False)
-    assert base.known.decoding == "request"
-    for path in ("decoding in slots", "a continued cache", "a cache of unequal rows"):
-        assert re.search(rf"{path} \(gpt2\) is not used, so .* its dtype hides differences", caplog.text)
-
-
-def test_other_numbers_are_logged_with_their_size(tiny, tmp_path, monkeypatch, caplog):
-    """And with the bound."""
-    prefill = ContinuousBatching.prefill
-    monkeypatch.setattr(ContinuousBatching, "prefill", lambda *args: prefill(*args) * 1.25)
-    with caplog.at_level(logging.INFO, "rlkit"):
-        found = find_paths(shutil.copytree(tiny("gpt2"), tmp_path / "model"))
-    assert found["decoding"] == "cache"
-    expected = "decoding in slots (gpt2) is not used, so it is decoded with the library's cache: "
-    assert f"{expected}logits differ by 0.25 > 0.0001" in caplog.text
 
 
 def test_whose_error_it_is(caplog):

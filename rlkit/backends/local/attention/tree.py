@@ -11,7 +11,6 @@ computed, and the weights are computed again in the backward pass, so that they 
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -19,12 +18,10 @@ from typing import TypeVar
 import attrs
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from rlkit.backends.local.products.prepacked import upcast
 
 __all__ = [
-    "LayerMasks",
     "Segment",
     "TreeAttention",
     "Window",
@@ -32,11 +29,10 @@ __all__ = [
     "context",
     "layer_windows",
     "narrowed",
-    "shorten",
     "spans",
-    "thresholds",
     "visible",
     "window_of_each_layer",
+    "windows_by_type",
 ]
 
 
@@ -92,68 +88,33 @@ def window_of_each_layer(config: object) -> list[Window | None]:
     return [windows.get(kind) for kind in layer_types(config)]
 
 
-def shorten(config: object, size: int) -> None:
-    """Limit windows and chunks to ``size`` tokens."""
-    for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, name, None):
-            setattr(config, name, min(getattr(config, name), size))
-
-
 def layer_types(config: object) -> Sequence[str]:
     """Return the type of each layer, as transformers names them."""
     every = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     return getattr(config, "layer_types", None) or [every] * getattr(config, "num_hidden_layers", 1)
 
 
-def narrowed(
-    mask: torch.Tensor, window: Window | None, queries: torch.Tensor, keys: torch.Tensor | None = None
-) -> torch.Tensor:
+def windows_by_type(config: object) -> dict[str, Window | None]:
+    """Return the window of each type of layer, as the model's forward wants its masks."""
+    return dict(zip(layer_types(config), window_of_each_layer(config), strict=True))
+
+
+def narrowed(mask: torch.Tensor, window: Window | None, positions: torch.Tensor) -> torch.Tensor:
     """Return ``mask`` without the keys that lie before the window of their query.
 
     Args:
-        mask: [B, 1, T, S], bool, True where a key is seen; or numbers that are added to the scores.
+        mask: [B, 1, T, S], numbers that are added to the scores, of keys at positions 0, 1, ...
         window: of the layers that it is for; None changes nothing.
-        queries: positions [B, T].
-        keys: positions [S]; None is 0, 1, ...
+        positions: of queries, [B, T].
     """
     if window is None:
         return mask
-    keys = torch.arange(mask.shape[3], device=mask.device) if keys is None else keys
-    hidden = keys < window.first(queries)[:, None, :, None]
-    return mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+    keys = torch.arange(mask.shape[3], device=mask.device)
+    hidden = keys < window.first(positions)[:, None, :, None]
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-class LayerMasks:
-    """The attention masks of one of the library's models, in the form that its forward takes.
-
-    Args:
-        config: of its text part.
-        dtype: of its weights.
-    """
-
-    def __init__(self, config: object, dtype: torch.dtype) -> None:
-        windows = layer_windows(config) or [None]
-        self._windows: Mapping[str, Window | None] = dict(zip(layer_types(config), windows, strict=False))
-        # The library's own ("eager") attention adds the mask to the scores, whatever that is.
-        self._added = dtype if getattr(config, "_attn_implementation", None) == "eager" else None
-
-    def of(
-        self, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return ``narrowed`` for every type of layer; one mask where all layers have the same."""
-        if self._added is not None and mask.dtype == torch.bool:
-            zeros = torch.zeros(mask.shape, dtype=self._added, device=mask.device)
-            mask = zeros.masked_fill_(~mask, torch.finfo(self._added).min)
-        masks = {window: narrowed(mask, window, queries, keys) for window in set(self._windows.values())}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {kind: masks[window] for kind, window in self._windows.items()}
-
-
-OTHERS = re.compile(r"layer|expert|head|multiple|pattern")  # numbers of something else than tokens
 UNBOUNDED = 2**20  # the context of a model if its config names none
-NAMES = re.compile(r"window|chunk|block|top_?k|original_max|floor|local|segment|stride|compress|sparse|max_seq")
-STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # rotary positions that are the same at any length
 
 
 def announced(config: object) -> int | None:
@@ -181,31 +142,10 @@ def context(config: object) -> int:
     return min([*ends, *(x for x in picked if isinstance(x, int) and x > 0)])
 
 
-def thresholds(config: PreTrainedConfig, longest: int) -> list[int]:
-    """Return lengths below ``longest`` at which the model may change what it does: windows, chunks, blocks, top-k, ...
-
-    >>> from types import SimpleNamespace
-    >>> thresholds(SimpleNamespace(to_dict=lambda: {"window_size": 256, "hidden_size": 64, "chunk": 4096}), 2048)
-    [256]
-    """
-    lengths = {x for name, x in _integers(config.to_dict()) if NAMES.search(name) and not OTHERS.search(name)}
-    return sorted(x for x in lengths if 1 < x < longest)
-
-
 def _ropes(config: object) -> list[Mapping[str, int | str]]:
     """Return the settings of its rotary positions: one, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(x for x in rope.values() if isinstance(x, Mapping))]
-
-
-def _integers(settings: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            static = value.get("rope_type") in STATIC and not any("scaling" in key for key in value)
-            yield from () if static else _integers(value)
-        else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            yield from ((name, x) for x in values if isinstance(x, int) and not isinstance(x, bool))
 
 
 # Of how many scores are computed at once, by some heads' queries at a time: as many as stay in a core's second cache

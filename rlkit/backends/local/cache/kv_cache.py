@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from rlkit._fallback import NotSupportedHere
 from rlkit.backends.local.products.prepacked import upcast
 from rlkit.backends.requests import round_up
 
@@ -236,7 +235,7 @@ def matmul_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
@@ -257,8 +256,6 @@ def matmul_attention(
     rows, heads, length, width = query.shape
     key_heads = key.shape[1]
     stacked = query.reshape(rows, key_heads, heads // key_heads * length, width)
-    if mask is None or mask.shape[1] > 1:
-        raise NotSupportedHere("the attention has no mask, or one that differs between heads")
     each = mask if length == 1 else mask.repeat(1, 1, heads // key_heads, 1)
     if sinks is not None:
         sinks = sinks.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)

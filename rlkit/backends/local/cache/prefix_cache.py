@@ -1,9 +1,6 @@
 """The prefix cache: what earlier sequences computed, so that a turn of an episode does not compute it again.
 
-``PrefixCache`` keeps blocks of keys and values, shared by all sequences that begin with the same tokens.
-``SequenceCache`` is for layers whose state is known at a sequence's end alone: a recurrent state at token t cannot be
-taken back to an earlier one. So what is kept is the cache at the end of each prompt, and at the end of each completion,
-with which the next turn of an episode begins.
+Blocks of keys and values are shared by all sequences that begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -12,31 +9,37 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TypeAlias
 
-import attrs
 import numpy as np
 import torch
 
 from rlkit.backends.local.cache.kv_cache import KVCache
-from rlkit.backends.local.cache.library_cache import RowCache
 
-__all__ = ["BLOCK", "CachedSequence", "PrefixCache", "SequenceCache", "SharedLru", "Together", "block_names"]
-
-
-class _Sized(Protocol):
-    """Something that takes memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return its size."""
+__all__ = ["BLOCK", "PrefixCache", "Together", "block_names"]
 
 
-T = TypeVar("T", bound=_Sized)
+BLOCK = 16  # tokens kept, found and dropped together
+_AT_ONCE = 128  # blocks read at once, of which there are two copies for a moment
 
 
-class SharedLru(Generic[T]):
-    """Entries of one snapshot by name; the least recently used go first.
+def block_names(tokens: np.ndarray) -> list[bytes]:
+    """Return a name per whole block of ``tokens``: a digest of all tokens up to the block's end.
+
+    >>> a, b = block_names(np.arange(40)), block_names(np.append(np.arange(20), [7] * 12))
+    >>> len(a), len(b), a[0] == b[0], a[1] == b[1]
+    (2, 2, True, False)
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    names = []
+    for start in range(0, tokens.size - BLOCK + 1, BLOCK):
+        digest.update(tokens[start : start + BLOCK].tobytes())
+        names.append(digest.digest())
+    return names
+
+
+class PrefixCache:
+    """Blocks of one snapshot by name; the least recently used go first.
 
     Args:
         limit: bytes kept at most.
@@ -52,22 +55,22 @@ class SharedLru(Generic[T]):
 
     def __init__(self, limit: int, together: Together | None = None, snapshot: object = None) -> None:
         self.limit = limit
-        self.entries: OrderedDict[bytes, T] = OrderedDict()
+        self.entries: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self.size = 0
         self._together = [] if together is None else together
         self._on_forgotten = None if snapshot is None else weakref.finalize(snapshot, self.clear)
         if self._on_forgotten is not None:
             self._on_forgotten.atexit = False
 
-    def renew(self, snapshot: object) -> Self:
+    def renew(self, snapshot: object) -> PrefixCache:
         """Return an empty cache for another snapshot, in place of this one."""
         if self._on_forgotten is not None:
             self._on_forgotten.detach()
         self.clear()
         # Not this one again: a finalizer may be clearing it in another thread.
-        return type(self)(self.limit, self._together, snapshot)
+        return PrefixCache(self.limit, self._together, snapshot)
 
-    def keep(self, name: bytes, entry: T) -> bool:
+    def keep(self, name: bytes, entry: torch.Tensor) -> bool:
         """Keep an entry in place of any of that name, and drop others; False where it is larger than the limit."""
         if entry.nbytes > self.limit:
             return False
@@ -97,31 +100,6 @@ class SharedLru(Generic[T]):
                 oldest.size -= oldest.entries.popitem(last=False)[1].nbytes
             except KeyError:  # its snapshot's last sampler was closed in another thread meanwhile
                 return
-
-
-Together: TypeAlias = list[SharedLru[Any]]  # of whatever decoders keep
-
-BLOCK = 16  # tokens kept, found and dropped together
-_AT_ONCE = 128  # blocks read at once, of which there are two copies for a moment
-
-
-def block_names(tokens: np.ndarray) -> list[bytes]:
-    """Return a name per whole block of ``tokens``: a digest of all tokens up to the block's end.
-
-    >>> a, b = block_names(np.arange(40)), block_names(np.append(np.arange(20), [7] * 12))
-    >>> len(a), len(b), a[0] == b[0], a[1] == b[1]
-    (2, 2, True, False)
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    names = []
-    for start in range(0, tokens.size - BLOCK + 1, BLOCK):
-        digest.update(tokens[start : start + BLOCK].tobytes())
-        names.append(digest.digest())
-    return names
-
-
-class PrefixCache(SharedLru[torch.Tensor]):
-    """Blocks of one snapshot, shared by all sequences that begin with the same tokens."""
 
     def find(self, names: list[bytes]) -> int:
         """Return how many of the first blocks of ``names`` are here."""
@@ -164,39 +142,4 @@ class PrefixCache(SharedLru[torch.Tensor]):
                     self.keep(name, blocks[name])
 
 
-@attrs.frozen(eq=False)
-class CachedSequence:
-    """A sequence that was computed.
-
-    Attributes:
-        length: how many tokens it has.
-        cache: of one row.
-        logits: [1, V] after its last token, where they are known.
-    """
-
-    length: int
-    cache: RowCache
-    logits: torch.Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of its tensors."""
-        return self.cache.nbytes + (0 if self.logits is None else self.logits.nbytes)
-
-
-class SequenceCache(SharedLru[CachedSequence]):
-    """Sequences of one snapshot."""
-
-    def find(self, tokens: np.ndarray) -> CachedSequence | None:
-        """Return the longest one that ``tokens`` begin with, of their own length only if its logits are known."""
-        for length in sorted({x.length for x in self.entries.values()}, reverse=True):
-            name = tokens[:length].tobytes()
-            sequence = self.entries.get(name)
-            if sequence is not None and (length < tokens.size or sequence.logits is not None):
-                self.touch([name])
-                return sequence
-        return None
-
-    def store(self, tokens: np.ndarray, cache: RowCache, logits: torch.Tensor | None = None) -> None:
-        """Keep the cache of ``tokens``, a row."""
-        self.keep(tokens.tobytes(), CachedSequence(tokens.size, cache, logits))
+Together: TypeAlias = list[PrefixCache]  # of all decoders

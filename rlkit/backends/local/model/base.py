@@ -7,33 +7,23 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 import attrs
+import numpy as np
 import torch
 
-from rlkit._fallback import REFUSALS, Outcome, try_path
 from rlkit._runtime import warn
 from rlkit.backends.early import device_of
 from rlkit.backends.hub import hub_source
-from rlkit.backends.local.attention.tree import Window, announced, context, layer_windows, shorten
+from rlkit.backends.local.attention.tree import Window, announced, context, layer_windows
 from rlkit.backends.local.model.hub import hub_id, located, model_path
 from rlkit.backends.local.model.memory import KVAccount
-from rlkit.backends.local.model.probe import (
-    LLAMA,
-    SLOTS,
-    WHOLE,
-    Passed,
-    Probe,
-    causal,
-    key_of,
-    probe_of,
-    trainable_linears,
-)
+from rlkit.backends.local.model.probe import LLAMA, PACKED, PADDED, is_causal, short_text, trainable_linears
 from rlkit.backends.local.products import prepacked
 from rlkit.backends.local.products.linear import fuse_weights
 from rlkit.backends.local.products.prepacked import OneDNNWeight, PrepackedCopies, Weight, can_prepack, upcast
@@ -41,30 +31,14 @@ from rlkit.backends.tokenizers import BRINGS_CODE, LocalTokenizer, reason_of
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "Known", "check_dtype", "load_base", "use_attention"]
+__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "check_dtype", "load_base", "use_attention"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIED_UNDER = 2 * 10**9  # bytes of a model that has a second copy for sampling; beyond, it takes longer than it saves
 PROCESS_WIDE = threading.RLock()  # filters of warnings, and the random state
-
-
-@attrs.define
-class Known:
-    """What was found out about a base; None: not asked for yet.
-
-    Attributes:
-        decoding: how the library's modules are decoded: in "slots"; with the library's "cache"; with that, one
-            "request" at a time; or "whole" for each token.
-        continues: whether that cache goes on after a prompt that was computed before.
-        cache: its class.
-    """
-
-    decoding: Literal["slots", "cache", "request", "whole"] | None = None
-    continues: bool | None = None
-    cache: type[DynamicCache] | None = None
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -73,12 +47,10 @@ class Base:
 
     Attributes:
         max_length: tokens at most of a sequence that is trained or sampled.
-        probe: tokens that ways to compute it are compared on.
+        text: int64 [N], some ordinary tokens.
         linear: names of the linear modules that an adapter on has its effect.
-        known: what was found out about the library's modules of it.
-        passed: checks that need not be made.
         kv_account: who holds keys and values of it.
-        copies: of weights that sampling multiplies by; see ``packed``.
+        copies: of weights that sampling multiplies by; see ``prepacked``.
     """
 
     path: str
@@ -86,10 +58,8 @@ class Base:
     tokenizer: LocalTokenizer
     max_length: int
     device: torch.device
-    probe: Probe
+    text: np.ndarray
     linear: frozenset[str]
-    known: Known = attrs.field(factory=Known)
-    passed: Passed = attrs.field(factory=Passed)
     kv_account: KVAccount = attrs.field(factory=KVAccount)
     copies: PrepackedCopies = attrs.field(factory=PrepackedCopies)
 
@@ -105,28 +75,6 @@ class Base:
             use_attention(tree, attention)
         return tree.eval()
 
-    def trial(self, attention: str | None = None) -> PreTrainedModel:
-        """Return a ``tree`` for comparisons on the probe, with windows no longer than the probe's."""
-        tree = self.tree(attention)
-        if self.probe.window is not None:
-            shorten(tree.config.get_text_config(), self.probe.window)
-        return tree
-
-    def tries(self, path: str, trial: Callable[[Base], Outcome], slower: str, *, eligible: bool = True) -> bool:
-        """Return whether a faster path passes its trial, or passed it before on this machine; see ``try_path``.
-
-        Args:
-            path, trial, slower: see there.
-            eligible: whether the trial would show a difference.
-        """
-        named = f"{path} ({self.kind})"
-        if not eligible:
-            reason = "this model's lengths cannot be tried, or its dtype hides differences (see families.toml)"
-            return try_path(named, lambda: Outcome(False, reason), slower)
-        # Where modules keep attention or states to themselves, they fail anywhere at what other modules take.
-        refusals = REFUSALS if self.model.is_backend_compatible() and self.kind not in WHOLE else (Exception,)
-        return self.passed(path, lambda: try_path(named, lambda: trial(self), slower, refusals=refusals))
-
     @cached_property
     def head(self) -> torch.Tensor:
         """Return the output embedding (``output_embedding``); made once: a copy takes as long as 100 rows' logits."""
@@ -134,10 +82,10 @@ class Base:
 
     @property
     def small(self) -> bool:
-        """Return whether there is a second copy of its weights for sampling, see ``packed``."""
+        """Return whether there is a second copy of its weights for sampling, see ``prepacked``."""
         return self.nbytes < COPIED_UNDER
 
-    def packed(self, weight: torch.Tensor) -> Weight:
+    def prepacked(self, weight: torch.Tensor) -> Weight:
         """Return a weight of this model prepacked, one copy for all who sample; as it is if the model is not small."""
         if self.small:
             return self.copies.of(weight)
@@ -154,20 +102,20 @@ class Base:
         return layer_windows(self.model.config.get_text_config())
 
     @property
-    def trees(self) -> bool:
-        """Return whether what sequences begin with is computed once in training, as tests show of its architecture."""
-        return self.kind in SLOTS and self.windows is not None
+    def layout(self) -> Literal["packed", "padded", "equal"]:
+        """Return how the tokens of several sequences are computed together, as tests show of its architecture.
+
+        "packed": training computes once what sequences begin with, and rows are decoded in slots. Else each sequence is
+        a row: "padded" on the left while it is decoded, or only beside rows of "equal" length.
+        """
+        if self.kind in PACKED and self.windows is not None:
+            return "packed"
+        return "padded" if self.kind in PADDED else "equal"
 
     @property
     def wide(self) -> bool:
         """Return whether its residual stream, norms and head are computed in float32 although it is in bfloat16."""
         return self.kind in LLAMA and self.model.dtype == torch.bfloat16
-
-    @property
-    def plain(self) -> bool:
-        """Return whether it may follow a mask and positions: nothing known forbids it, and the rest can be tried."""
-        tried = self.probe.beyond and (self.probe.exact or self.kind in SLOTS)
-        return tried and self.windows is not None
 
     @property
     def nbytes(self) -> int:
@@ -264,23 +212,18 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
     if whole is not None and max_length < whole:
         why = "beyond that, a token's logprob would depend on later tokens (longrope positions, sparse attention)"
         warn(f"model {name!r}: its context is limited to {max_length} tokens instead of {whole}; {why}")
-    probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
-    passed = Passed(key_of(model, _on_disk(path)[1], dtype, device))
+    text = short_text(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
     try:
-        found = passed.names("linear", [module for module, _ in model.named_modules()])
-        linear = trainable_linears(model, probe) if found is None else found
-        right = passed("causal", lambda: bool(causal(model, probe)))
+        linear, causal = trainable_linears(model, text), is_causal(model, text)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model {name!r} cannot compute a text of {probe.tokens.size} tokens: {reason}") from error
-    if not right:
+        raise ConfigError(f"model {name!r} cannot compute a text of {text.size} tokens: {reason}") from error
+    if not causal:
         raise ConfigError(
             f"model {name!r} ({model.config.model_type}): its output for a token depends on later tokens or on other "
             "rows of the batch; expected a causal model, or a sampled token has no logprob to train on"
         )
-    if found is None:
-        passed.note("linear", sorted(linear))
-    return Base(path, model, tokenizer, max_length, device, probe, linear, passed=passed)
+    return Base(path, model, tokenizer, max_length, device, text, linear)
 
 
 def _check_attention(config: PreTrainedConfig) -> None:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from rlkit.backends.local.attention.tree import LayerMasks
+from rlkit.backends.local.attention.tree import narrowed, windows_by_type
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, hidden_to_keep, logits_to_keep
@@ -40,7 +40,6 @@ class LibraryModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        scale_queries_by_position(model)
         self._config = model.config.get_text_config()
         self.layers = layers_of(model)
         self.splits: bool | None = None
@@ -114,7 +113,7 @@ class SamplingForward(LibraryModel):
 
     def __init__(self, base: Base, model: PreTrainedModel, *, prepack: bool = True) -> None:
         super().__init__(model)
-        self._masks = LayerMasks(self._config, model.dtype)
+        self._windows = windows_by_type(self._config)
         install_norms(model)
         if base.wide:
             widen(model, self.layers, base.head)
@@ -125,7 +124,7 @@ class SamplingForward(LibraryModel):
             if type(module) in (nn.Linear, Conv1D) or (name in base.linear and isinstance(module, nn.Linear))
         }
         self.addresses: tuple[int, ...] = ()
-        self._products = Product.for_all(linears, base.packed if prepack else torch.Tensor.detach)
+        self._products = Product.for_all(linears, base.prepacked if prepack else torch.Tensor.detach)
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
         """Take an adapter, merged into copies of the weights or separate from them."""
@@ -146,8 +145,10 @@ class SamplingForward(LibraryModel):
         """
         arguments = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         mask = mask if mask.device.type == "cpu" else mask.to(self.model.dtype)  # as torch's kernel wants it
-        masks = self._masks.of(mask, positions[: mask.shape[0]])
-        return self.logits_at({**arguments, "attention_mask": masks}, index)
+        each = {window: narrowed(mask, window, positions[: mask.shape[0]]) for window in set(self._windows.values())}
+        masks = {kind: each[window] for kind, window in self._windows.items()}
+        arguments["attention_mask"] = masks if len(each) > 1 else next(iter(each.values()))
+        return self.logits_at(arguments, index)
 
     def logits_in_parts(self, batch: MicroBatch) -> Iterator[torch.Tensor]:
         """Yield logits [n, V] of a micro-batch's rows, ``CHUNK`` at a time where they are many."""
@@ -158,42 +159,3 @@ class SamplingForward(LibraryModel):
             return
         for hidden in self.hidden_at(arguments, index).split(CHUNK):
             yield self.head(hidden)
-
-
-def scale_queries_by_position(model: nn.Module) -> None:
-    """Make the layers of ``model`` that scale queries use the positions that they are given.
-
-    In Llama 4's layers without rotary embeddings, a query at position t is multiplied by
-    1 + a ln(1 + floor((t + 1) / f)) (arXiv 2501.19399). The library takes for t the columns that its cache has, which
-    are positions only where a row is alone and begins in the first of them. Here t is the position that the forward
-    pass is given, and so rows of unequal lengths and packed sequences are right.
-
-    The modules are this model's own, and adapters of queries are in them already.
-    """
-    for layer in model.modules():
-        attention = getattr(layer, "self_attn", None)
-        if (
-            attention is None
-            or not getattr(attention, "attn_temperature_tuning", False)
-            or getattr(attention, "use_rope", True)
-        ):
-            continue
-        attention.attn_temperature_tuning = False  # which is the library's way
-        scale = _Scale(float(attention.floor_scale), float(attention.attn_scale))
-        layer.register_forward_pre_hook(scale.take_positions, with_kwargs=True)
-        attention.q_proj.register_forward_hook(scale.multiply)
-
-
-class _Scale:
-    def __init__(self, floor: float, factor: float) -> None:
-        self._floor, self._factor = floor, factor
-        self._scale = torch.ones(1)
-
-    def take_positions(self, _: nn.Module, __: tuple[object, ...], arguments: Mapping[str, torch.Tensor]) -> None:
-        """Compute the scales [B, T, 1] of a layer's tokens, at the ``position_ids`` [B, T] among its arguments."""
-        steps = torch.floor((arguments["position_ids"].float() + 1.0) / self._floor)
-        self._scale = (torch.log1p(steps) * self._factor + 1.0)[..., None]
-
-    def multiply(self, _: nn.Module, __: tuple[object, ...], queries: torch.Tensor) -> torch.Tensor:
-        """Return the scaled queries [B, T, H D]."""
-        return (queries * self._scale).to(queries.dtype)

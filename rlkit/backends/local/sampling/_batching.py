@@ -37,7 +37,7 @@ from rlkit.backends.local.model.memory import rows_that_fit, to_device
 from rlkit.backends.local.products.prepacked import ROW_UNIT, upcast
 from rlkit.backends.local.sampling._scoring import TREE_TOKENS, TreeCache, score_batches, score_tree
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
-from rlkit.backends.local.sampling.scheduler import Decoder, begin_rows
+from rlkit.backends.local.sampling.scheduler import Decoder, begin_rows, draw_tokens
 from rlkit.backends.requests import round_up
 
 FEW = 32  # up to here rows are rounded up to a power of 2, beyond it to a multiple of this
@@ -149,7 +149,7 @@ class CudaGraphs:
         replayed = out.clone()
         step()
         difference = float((replayed - out).norm() / out.norm())
-        if difference <= (LIKE if self._base.probe.exact else LIKE_BFLOAT16):
+        if difference <= (LIKE_BFLOAT16 if self._base.model.dtype == torch.bfloat16 else LIKE):
             _log.info("a CUDA graph decodes %d rows up to %d tokens, off the step by %.1g", rows, keys, difference)
             self._graphs[rows, keys] = _Graph(inputs, replay)
         else:
@@ -211,8 +211,6 @@ class ContinuousBatching(Decoder):
         beside: the prefix caches of other decoders, with which it shares those bytes.
         graphs: makes the graphs of decoding steps, where there are such.
     """
-
-    mixes = True
 
     def __init__(
         self,
@@ -308,7 +306,7 @@ class ContinuousBatching(Decoder):
         """
         if any("expert" in name for name, _ in self._base.model.named_modules()):
             return False
-        first, tokens = len(self.rows), np.resize(self._base.probe.tokens, min(3 * TERMS, self._base.max_length))
+        first, tokens = len(self.rows), np.resize(self._base.text, min(3 * TERMS, self._base.max_length))
         ends = [end for end in np.cumsum([1, 1, 2, 3, 4, 6, 8, 11, 16, 24, 32]) if end < tokens.size]
         try:
             found = expected = self.prefill(first, [tokens], [0])
@@ -421,13 +419,19 @@ class ContinuousBatching(Decoder):
         with sharing(shared):
             return self.forward.logits(padded, places, mask, kv_cache, wanted)[: index.size]
 
+    def extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
+        """Draw a token for each of ``rows``, the last ones of all, and let those that ended go."""
+        first = len(self.rows) - len(rows)
+        self.leave([first + i for i, end in enumerate(draw_tokens(rows, logits)) if end])
+
     def leave(self, slots: Sequence[int]) -> None:
         ended = [slot for slot in reversed(slots) if not self.rows[slot].stale]
         self.prefix_cache.store([(self._names(self.rows[slot].computed), slot) for slot in ended], self.kv_cache)
-        super().leave(slots)
-
-    def _move_last(self, slot: int) -> None:
-        self.kv_cache.copy(len(self.rows), slot, slot + 1, self.rows[slot].position)
+        for slot in reversed(slots):  # the last row takes the place
+            last = self.rows.pop()
+            if slot < len(self.rows):
+                self.rows[slot] = last
+                self.kv_cache.copy(len(self.rows), slot, slot + 1, last.position)
 
     def _tidy(self) -> None:
         recorded = self.graphs is not None and self.graphs.works  # in graphs, which know its addresses

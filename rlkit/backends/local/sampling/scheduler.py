@@ -50,10 +50,7 @@ class Decoder(ABC):
 
     Attributes:
         rows: what is being decoded.
-        mixes: whether rows of several requests are decoded together.
     """
-
-    mixes: bool
 
     def __init__(self, forward: SamplingForward, *, merge: bool) -> None:
         self.rows: list[SampleRow] = []
@@ -127,21 +124,9 @@ class Decoder(ABC):
         """Drop rows of requests that were dropped."""
         self.leave([slot for slot, row in enumerate(self.rows) if row.request.dropped])
 
-    def extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
-        """Draw a token for each of ``rows``, the last ones of all, and let those that ended go."""
-        first = len(self.rows) - len(rows)
-        self.leave([first + i for i, end in enumerate(draw_tokens(rows, logits)) if end])
-
+    @abstractmethod
     def leave(self, slots: Sequence[int]) -> None:
-        """Move the last rows to the places of those in ``slots``, which are in ascending order."""
-        for slot in reversed(slots):
-            last = self.rows.pop()
-            if slot < len(self.rows):
-                self.rows[slot] = last
-                self._move_last(slot)
-
-    def _move_last(self, slot: int) -> None:  # noqa: B027  # nothing, where nothing is kept
-        """Move what is kept of the last row, which has become that of ``slot``."""
+        """Remove the rows in ``slots``, which are in ascending order."""
 
     @abstractmethod
     def invariant(self) -> bool:
@@ -477,8 +462,6 @@ class Scheduler:
     def _room(self, decoder: Decoder, request: SampleRequest, admitted: Sequence[tuple[SampleRequest, int]]) -> int:
         """Return how many rows of ``request`` may begin: all rows count as long as the longest may become."""
         running = len(decoder.rows) + sum(count for _, count in admitted)
-        if running and not decoder.mixes:
-            return 0
         requests = [request, *(other for other, _ in admitted), *(row.request for row in decoder.rows)]
         longest = max(other.end for other in requests)
         fitting = decoder.capacity(longest)

@@ -37,8 +37,9 @@ def training_forward(model: Any, base: Base, budget: int) -> TrainingForward:
         budget: tokens; a micro-batch of more keeps what goes into each layer, which is computed again.
     """
     install(model)
-    forward = TrainingForward(model, budget, windows=base.windows if base.trees else None)
-    if base.trees:
+    packed = base.layout == "packed"
+    forward = TrainingForward(model, budget, windows=base.windows if packed else None)
+    if packed:
         use_attention(model, TREE)
     if base.wide:
         widen(model, forward.layers, None if hasattr(model, "value_head") else base.head)

@@ -1,4 +1,4 @@
-"""Every architecture of the table: the numbers of transformers and of plain peft by whatever path, or a refusal."""
+"""Every architecture of the table: the numbers of transformers and of plain peft in its layout, or a refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
-from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, SLOTS, WHOLE  # noqa: E402
+from rlkit.backends.local.model.probe import PACKED, PADDED, UNCACHED  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings:UserWarning"),  # the adapter is on the head alone
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:model .* its context is limited to:UserWarning"),  # longrope, sparse attention
 ]
 ROOT = Path(__file__).parents[4]
-RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
+RIGHT = [name for name, family in FAMILIES.items() if family.layout != "refused"]
 PROMPTS = (3, 17, 30)  # tokens; with 40 more they go beyond every window
 PARAMS = rlkit.SamplingParams(max_tokens=40, stop=())
 MOST = 8  # times peft's own distance to float64; 0.9 to 1.6 were seen
@@ -144,11 +144,10 @@ def test_sampler(made):
     made.check_logprobs([sample.logprobs for sample in again], slice(2))
 
 
-def test_path(made):
-    """It is computed by the path that docs/models.md names, up to the context that its positions allow."""
+def test_layout(made):
+    """It is computed in the layout that docs/models.md names, up to the context that its positions allow."""
     base = made.policy.base
-    assert base.known.decoding == made.family.path
-    assert (base.known.continues is not False) == (made.family.model_type not in NOT_CONTINUED)
+    assert base.layout == ("equal" if made.family.layout == "uncached" else made.family.layout)
     settings = made.family.settings
     picked = settings.get("index_topk") or settings.get("keep_window_size") or LENGTH
     assert base.max_length == (48 if "longrope" in str(settings) else picked) or base.max_length == 2**20
@@ -187,26 +186,10 @@ def step(policy, data):
     return {name: p.detach().clone() for name, p in white_box.parameters(policy).items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt_neo", "mpt", "llama4_text, chunks beyond the context", "gemma2", "mamba"]
-)
-def test_path_in_bfloat16(name, tmp_path):
-    """Rounding hides no difference of a path, and is none."""
-    family = FAMILIES[name]
-    folder = str(build(family, tmp_path))
-    with rlkit.connect(
-        "local", model=folder, device="cpu", dtype="bfloat16", lora=rlkit.Lora(rank=2, train_unembed=True)
-    ) as policy:
-        (sample,) = policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=2)).result()
-        assert sample.tokens.size
-        assert policy.base.known.decoding == family.path
-
-
-def test_what_is_known_in_bfloat16():
-    """It is what the table shows in float32."""
-    for path, known in {"slots": SLOTS, "cache": BATCHED, "whole": WHOLE}.items():
-        assert known == {family.model_type for family in FAMILIES.values() if family.path == path}
+def test_lists():
+    """The file has the model types of the table."""
+    for layout, known in {"packed": PACKED, "padded": PADDED, "uncached": UNCACHED}.items():
+        assert known == {family.model_type for family in FAMILIES.values() if family.layout == layout}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "doge", "mamba", "openai-gpt"])

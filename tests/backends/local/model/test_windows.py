@@ -1,4 +1,4 @@
-"""Sliding windows and chunks: seen by the probe, at their own length or shortened, and right beyond it."""
+"""Sliding windows and chunks: right beyond their length, and as the config says."""
 
 from __future__ import annotations
 
@@ -13,38 +13,20 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends.local.attention import tree  # noqa: E402
 from rlkit.backends.local.attention.tree import Window, layer_windows  # noqa: E402
-from rlkit.backends.local.model import probe  # noqa: E402
 
 NAMES = ["gemma3_text", "phi3, window", "mistral, window", "qwen3, window"]
-
-
-@pytest.fixture(params=["whole", "shortened"])
-def tried(request, monkeypatch):
-    """Whether the probe can be longer than the windows, or has shorter ones."""
-    if request.param == "shortened":
-        monkeypatch.setitem(probe.BUDGET, "cpu", 0)
-    return request.param
 
 
 def connect(name, folder):
     return rlkit.connect("local", model=build(FAMILIES[name], folder), lora=rlkit.Lora(rank=2), seed=0, device="cpu")
 
 
-def path_of(policy):
-    """The way that it is decoded."""
-    policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=1)).result()
-    return policy.base.known.decoding
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_beyond_the_window(name, tried, tmp_path):
-    """However it was tried: those of the library, for rows behind one prompt that is longer than the window."""
+def test_numbers_beyond_the_window(name, tmp_path):
+    """Those of the library, for rows behind one prompt that is longer than the window."""
     with connect(name, tmp_path) as policy:
-        assert path_of(policy) == "slots"
-        assert (policy.base.probe.tokens.size > WINDOW) == (policy.base.probe.window is None) == (tried == "whole")
-        assert policy.base.model.config.sliding_window == WINDOW  # as it was
+        assert policy.base.layout == "packed"
         rng = np.random.default_rng(0)
         prompt, params = rng.integers(3, 290, 2 * WINDOW), rlkit.SamplingParams(max_tokens=2 * WINDOW - 1, stop=())
         sampler = policy.sampler().result()
@@ -59,35 +41,6 @@ def test_numbers_beyond_the_window(name, tried, tmp_path):
             expected = every.gather(1, tokens[1:, None])[sample.prompt.size - 1 :, 0].numpy()
             assert np.abs(sample.logprobs - expected).max() < 1e-4
             assert np.abs(logprobs - expected).max() < 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("wrong", ["shorter by one", "longer by one", "chunks", "none"])
-@pytest.mark.usefixtures("tried")
-def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):
-    """Then it is decoded in another way."""
-    change = {
-        "shorter by one": lambda window, positions: positions - window.size + 2,
-        "longer by one": lambda window, positions: positions - window.size,
-        "chunks": lambda window, positions: positions // window.size * window.size,
-        "none": lambda window, positions: positions * 0,
-    }
-    monkeypatch.setattr(tree.Window, "first", change[wrong])
-    with connect(name, tmp_path) as policy:
-        assert path_of(policy) == "cache"
-
-
-def test_a_threshold_that_cannot_be_tried_leaves_the_librarys_way(tmp_path, monkeypatch):
-    """A shortened window says nothing of other lengths that the config names, of the same size or not."""
-    monkeypatch.setitem(probe.BUDGET, "cpu", 0)
-    before = transformers.Gemma3TextConfig.to_dict
-    for other in (WINDOW, WINDOW + 9):
-        monkeypatch.setattr(
-            transformers.Gemma3TextConfig, "to_dict", lambda self, other=other: before(self) | {"block_size": other}
-        )
-        with connect("gemma3_text", tmp_path / str(other)) as policy:
-            assert not policy.base.probe.beyond
-            assert path_of(policy) == "cache"
 
 
 def test_windows_of_configs():

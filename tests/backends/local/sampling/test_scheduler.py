@@ -469,7 +469,7 @@ def test_a_difference_in_the_last_bit_is_seen(tiny, kind, monkeypatch):
 class Scripted(Decoder):
     """Draws token 7 for every row; weights with ``scale`` 0 cannot be loaded."""
 
-    mixes, reserved = True, 0
+    reserved = 0
 
     def __init__(self):
         super().__init__(self, merge=False)  # it is its own model
@@ -488,7 +488,7 @@ class Scripted(Decoder):
         rows, self.rows = self.rows, []
         return rows
 
-    forget = invariant = score = _recompute = None
+    forget = leave = invariant = score = _recompute = None
 
 
 def test_weights_that_cannot_be_loaded_fail_their_own_requests():

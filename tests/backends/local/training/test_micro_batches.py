@@ -112,7 +112,7 @@ def double(monkeypatch):
     white_box.allow_float64(monkeypatch)
 
 
-TREES = [name for name, family in FAMILIES.items() if family.path == "slots"]
+TREES = [name for name, family in FAMILIES.items() if family.layout == "packed"]
 
 
 @pytest.mark.parametrize("name", [*TREES, "bloom", "mamba"])  # of which the last two are computed as rows
