@@ -31,7 +31,7 @@ LISTS = {  # of model types
     "uncached": "decoded without a cache: the library's is wrong or not there",
 }
 LAYOUTS = "packed", "padded", "equal", "uncached"
-PROMPTS = (3, 17, 30)
+PROMPTS = ((3, 40), (17, 10), (17, 40), (30, 40))  # tokens, and those of completions: rows of one length end early
 BOUND = 1e-3  # of logprobs; differences of 1e-4 are rounding here
 
 
@@ -44,7 +44,7 @@ def layout_of(name):
 
 
 def difference(model, layout):
-    """The largest difference of sampled and trained logprobs to transformers' own, in a layout; inf where it fails."""
+    """How far sampled and trained logprobs are at most from transformers' own, in a layout; inf where it fails."""
     import transformers
 
     from rlkit.backends.local.model import base
@@ -66,10 +66,12 @@ def difference(model, layout):
 def _compare(policy):
     from rlkit.backends.local.model.probe import logits_at
 
-    rng, params = np.random.default_rng(0), rlkit.SamplingParams(max_tokens=40, stop=())
+    rng, params = np.random.default_rng(0), [rlkit.SamplingParams(max_tokens=n, stop=()) for _, n in PROMPTS]
     with policy.sampler().result() as sampler:
-        futures = [sampler.sample(rng.integers(3, 290, size), params, n=2, seed=size) for size in PROMPTS]
+        prompts = [rng.integers(3, 290, size) for size, _ in PROMPTS]
+        futures = [sampler.sample(x, params[i], n=2, seed=i) for i, x in enumerate(prompts)]
         samples = [sample for future in futures for sample in future.result()]
+        samples += sampler.sample(prompts[2], params[2], seed=2).result()  # alone
     trained = policy.forward([sample.datum(1.0) for sample in samples]).result().selected
     worst = 0.0
     for sample, found in zip(samples, trained, strict=True):

@@ -149,11 +149,12 @@ class PaddedDecoder(Decoder):
         arguments: dict[str, object] = {"input_ids": to_device(tokens, device), "use_cache": cached}
         if batch.cache is not None:
             arguments[self._cache_name] = batch.cache
-        if batch.padding.any():  # else the library counts, since some take a mask of ones for padding
-            positions = np.arange(batch.columns + length) - batch.padding[:, None]
-            arguments["attention_mask"] = to_device((positions >= 0).astype(np.int64), device)
-            if self._takes_positions:
-                arguments["position_ids"] = to_device(positions[:, batch.columns :].clip(0), device)
+        positions = np.arange(batch.columns, batch.columns + length) - batch.padding[:, None]
+        if self._takes_positions:  # some forget those of their cache
+            arguments["position_ids"] = to_device(positions.clip(0), device)
+        if batch.padding.any():  # else no mask, since some take one of ones for padding
+            mask = np.arange(batch.columns + length) >= batch.padding[:, None]
+            arguments["attention_mask"] = to_device(mask.astype(np.int64), device)
         with logits_to_keep(self.forward.model, torch.arange(1, rows + 1, device=device) * length - 1):
             out = self.forward.model(**arguments)
         batch.columns += length
