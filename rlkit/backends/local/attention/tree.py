@@ -65,8 +65,7 @@ class Window:
 def layer_windows(config: object) -> list[Window | None] | None:
     """Return the window of each layer, None for a layer without one; None if the config tells of layers of other kinds.
 
-    A window that is not shorter than the context is none. (No config of a family without windows tells that it has
-    none; whether these are all that the model does is for a comparison to show.)
+    A window that is not shorter than the context is none. No config of a family without windows tells that it has none.
 
     >>> from types import SimpleNamespace
     >>> layer_windows(SimpleNamespace(layer_types=["sliding_attention", "full_attention"], sliding_window=512))

@@ -105,13 +105,12 @@ class SamplingForward(LibraryModel):
     Args:
         base: the model.
         model: a tree of its modules for ``load`` alone.
-        prepack: whether the base's own weights are prepacked, for all who sample it.
 
     Attributes:
         addresses: of what ``load`` made; on a GPU they stay from adapter to adapter.
     """
 
-    def __init__(self, base: Base, model: PreTrainedModel, *, prepack: bool = True) -> None:
+    def __init__(self, base: Base, model: PreTrainedModel) -> None:
         super().__init__(model)
         self._windows = windows_by_type(self._config)
         install_norms(model)
@@ -124,7 +123,7 @@ class SamplingForward(LibraryModel):
             if type(module) in (nn.Linear, Conv1D) or (name in base.linear and isinstance(module, nn.Linear))
         }
         self.addresses: tuple[int, ...] = ()
-        self._products = Product.for_all(linears, base.prepacked if prepack else torch.Tensor.detach)
+        self._products = Product.for_all(linears, base.prepacked)
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
         """Take an adapter, merged into copies of the weights or separate from them."""

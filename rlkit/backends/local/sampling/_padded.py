@@ -82,15 +82,15 @@ class PaddedDecoder(Decoder):
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         for prompts in self._grouped(begin_rows(admitted)):
-            batch, logits = self._begin([tokens for tokens, _ in prompts])
+            rows = [row for _, several in prompts for row in several]
+            batch, logits = self._begin([tokens for tokens, _ in prompts], rows)
             self._batches.append(batch)
-            batch.rows = [row for _, rows in prompts for row in rows]
-            self._draw(batch, logits, [i for i, (_, rows) in enumerate(prompts) for _ in rows])
+            self._draw(batch, logits, [i for i, (_, several) in enumerate(prompts) for _ in several])
 
     def step(self) -> None:
         for batch in self._batches.copy():
             if batch.cache is None:
-                _, logits = self._begin([np.append(row.computed, row.tokens[-1]) for row in batch.rows])
+                _, logits = self._begin([np.append(row.computed, row.tokens[-1]) for row in batch.rows], batch.rows)
             else:
                 logits = self._logits(batch, np.array([[row.tokens[-1]] for row in batch.rows]))
             self._draw(batch, logits, range(len(batch.rows)))
@@ -115,9 +115,9 @@ class PaddedDecoder(Decoder):
             yield from score_rows(batch, self.forward.logits_in_parts)
 
     def _recompute(self) -> None:
-        for batch in self._batches:
-            if batch.cache is not None:
-                batch.cache = self._begin([row.computed for row in batch.rows])[0].cache
+        for i, batch in enumerate(self._batches):
+            if batch.cache is not None:  # the longest row may have left: other padding than before
+                self._batches[i], _ = self._begin([row.computed for row in batch.rows], batch.rows)
 
     def _grouped(
         self, prompts: Sequence[tuple[np.ndarray, list[SampleRow]]]
@@ -133,13 +133,13 @@ class PaddedDecoder(Decoder):
         if group:
             yield group
 
-    def _begin(self, sequences: Sequence[np.ndarray]) -> tuple[_Batch, torch.Tensor]:
-        """Compute sequences that follow nothing; return their batch, and the logits [B, V] after them."""
+    def _begin(self, sequences: Sequence[np.ndarray], rows: list[SampleRow]) -> tuple[_Batch, torch.Tensor]:
+        """Compute sequences that follow nothing; return their batch for ``rows``, and the logits [B, V] after them."""
         sizes = np.array([tokens.size for tokens in sequences])
         padded = np.zeros((sizes.size, sizes.max()), np.int64)
-        for row, tokens in zip(padded, sequences, strict=True):
-            row[row.size - tokens.size :] = tokens
-        batch = _Batch([], padded.shape[1] - sizes)
+        for places, tokens in zip(padded, sequences, strict=True):
+            places[places.size - tokens.size :] = tokens
+        batch = _Batch(rows, padded.shape[1] - sizes)
         return batch, self._logits(batch, padded)
 
     def _logits(self, batch: _Batch, tokens: np.ndarray) -> torch.Tensor:

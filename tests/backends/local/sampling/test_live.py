@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 
+import attrs
 import numpy as np
 import pytest
 
@@ -122,6 +123,18 @@ def test_tokens_and_their_versions(folders, kind, recompute):
                 updating.check(sample, atol=3e-3)
             elif not whole:
                 assert np.abs(expected - own).max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom", "qwen3_5_text"])
+def test_computed_anew_without_the_longest_row(folders, kind):
+    """Which the others were padded to."""
+    with connected(folders(kind)) as policy:
+        live, updating = begun(policy, {10: 1}, recompute=True)
+        futures = [live.sample(x, attrs.evolve(LONG, max_tokens=n), seed=n) for x, n in ((BEGINNING, 5), (PROMPT, 40))]
+        short, sample = (future.result()[0] for future in futures)
+        assert {*short.token_versions.tolist()} == {1}
+        assert {*sample.token_versions.tolist()} == {1, 2}
+        updating.check(sample, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mamba"])
