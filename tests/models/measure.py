@@ -57,7 +57,7 @@ def difference(model, layout):
         try:
             policy = rlkit.connect("local", model=model, lora=rlkit.Lora(rank=2, train_unembed=True), device="cpu")
             with policy:
-                return np.inf if layout == "packed" != policy.base.layout else _compare(policy)
+                return _compare(policy) if policy.base.layout == layout.replace("uncached", "equal") else np.inf
         except Exception as error:  # whatever a library raises for a layout that it does not know
             print(f"{kind} is not {layout}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
             return np.inf

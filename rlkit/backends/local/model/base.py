@@ -23,7 +23,15 @@ from rlkit.backends.hub import hub_source
 from rlkit.backends.local.attention.tree import Window, announced, context, layer_windows
 from rlkit.backends.local.model.hub import hub_id, located, model_path
 from rlkit.backends.local.model.memory import KVAccount
-from rlkit.backends.local.model.probe import LLAMA, PACKED, PADDED, is_causal, short_text, trainable_linears
+from rlkit.backends.local.model.probe import (
+    LLAMA,
+    PACKED,
+    PADDED,
+    is_causal,
+    padding_leaks,
+    short_text,
+    trainable_linears,
+)
 from rlkit.backends.local.products import prepacked
 from rlkit.backends.local.products.linear import fuse_weights
 from rlkit.backends.local.products.prepacked import OneDNNWeight, PrepackedCopies, Weight, can_prepack, upcast
@@ -110,7 +118,7 @@ class Base:
         """
         if self.kind in PACKED and self.windows is not None:
             return "packed"
-        return "padded" if self.kind in PADDED else "equal"
+        return "padded" if self.kind in PADDED and not padding_leaks(self.model) else "equal"
 
     @property
     def wide(self) -> bool:

@@ -14,13 +14,30 @@ from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.model.output_head import logits_to_keep
 
-__all__ = ["LLAMA", "PACKED", "PADDED", "UNCACHED", "is_causal", "logits_at", "short_text", "trainable_linears"]
+__all__ = [
+    "LLAMA",
+    "PACKED",
+    "PADDED",
+    "UNCACHED",
+    "is_causal",
+    "logits_at",
+    "padding_leaks",
+    "short_text",
+    "trainable_linears",
+]
 
 # Of model types of transformers; tests measure them (`make families`), and docs/models.md explains them.
 _FAMILIES = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text("utf-8"))
 PACKED, PADDED, UNCACHED = (frozenset[str](_FAMILIES[key]) for key in ("packed", "padded", "uncached"))
 LLAMA = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose residual stream can be in float32 alone
 _LENGTH = 24
+
+
+def padding_leaks(model: nn.Module) -> bool:
+    """Return whether a convolution reads what a bias makes of padding, whose hidden states the library sets to zero."""
+    mixers = [m for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
+    linears = [(name, m) for x in mixers for name, m in x.named_modules() if isinstance(m, nn.Linear)]
+    return any(m.bias is not None for name, m in linears if name != "dt_proj")  # which comes after
 
 
 def short_text(model: PreTrainedModel, special: set[int], longest: int) -> np.ndarray:

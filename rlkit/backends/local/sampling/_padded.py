@@ -66,7 +66,7 @@ class PaddedDecoder(Decoder):
         taken = inspect.signature(self.forward.model.forward).parameters
         self._takes_positions = "position_ids" in taken
         self._cache_name = "cache_params" if "cache_params" in taken else "past_key_values"
-        self._base, self._batches = base, list[_Batch]()
+        self._base, self._pads, self._batches = base, base.layout == "padded", list[_Batch]()
 
     def capacity(self, length: int) -> int:
         return rows_that_fit(self._base, length, self)
@@ -125,7 +125,7 @@ class PaddedDecoder(Decoder):
         """Yield what is in one batch."""
         group: list[tuple[np.ndarray, list[SampleRow]]] = []
         for tokens, rows in sorted(prompts, key=lambda prompt: prompt[0].size):
-            longer = bool(group) and tokens.size > group[0][0].size and self._base.layout != "padded"
+            longer = bool(group) and tokens.size > group[0][0].size and not self._pads
             if group and (longer or (len(group) + 1) * tokens.size > TOKENS):
                 yield group
                 group = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from tests.models.family import build
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from rlkit.backends.local.model import base as base_module  # noqa: E402
+from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.sampling import _padded  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
@@ -143,6 +145,21 @@ def test_an_architecture_that_no_test_has(connect, monkeypatch):
     gpt2 = connect("gpt2").base
     monkeypatch.setattr(gpt2.model.config, "layer_types", ["attention", "convolution"], raising=False)
     assert gpt2.layout == "equal"
+
+
+def test_biases_before_convolutions(tmp_path):
+    """Padding would be no padding behind them, and so it is not used; the same models without them are padded."""
+    names = ("conv_bias", "mamba_proj_bias", "use_bias", "add_bias_linear", "attention_bias")
+    kinds = ["lfm2", "lfm2_moe", "lfm3", "falcon_h1", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "zamba2"]
+    found = {}
+    for kind in [*kinds, "zamba", "jamba", "zaya"]:
+        for bias in (False, True):
+            family = FAMILIES[kind]
+            family = attrs.evolve(family, settings=family.settings | dict.fromkeys(names, bias))
+            base = load_base(str(build(family, tmp_path / f"{kind}{bias}")), "float32", "cpu")
+            found[kind, bias] = base.layout
+    wrong = {key: layout for key, layout in found.items() if layout != ("equal" if key[1] else "padded")}
+    assert wrong == {}
 
 
 def test_rows_that_ended_take_no_place(connect):
