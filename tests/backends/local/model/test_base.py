@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from rlkit.backends.early import device_of  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.model.lora import lora_targets  # noqa: E402
+from rlkit.backends.local.model.probe import is_causal  # noqa: E402
 from tests.models.families import FAMILIES  # noqa: E402
 from tests.models.family import build  # noqa: E402
 
@@ -222,3 +223,14 @@ def test_a_router_is_adapted_only_by_name(tmp_path):
     assert router
     assert not set(router) & set(lora_targets(base, rlkit.Lora()))
     assert sorted(lora_targets(base, rlkit.Lora(target_modules=("shared_expert_gate",)))) == sorted(router)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_depends_on_other_tokens_is_seen(tiny, dtype):
+    """On later ones of its row, or on those of another."""
+    base = load_base(tiny("llama"), dtype, "cpu")
+    for dim, causal in ((None, True), (1, False), (0, False)):
+        model = base.tree()
+        if dim is not None:
+            model.lm_head.register_forward_pre_hook(lambda _, x, dim=dim: (x[0] + 3 * x[0].mean(dim, keepdim=True),))
+        assert is_causal(model, base.text) == causal

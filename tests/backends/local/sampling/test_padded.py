@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from rlkit.backends.local.model import base as base_module  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
+from rlkit.backends.local.model.memory import kv_bytes  # noqa: E402
 from rlkit.backends.local.sampling import _padded  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
@@ -163,12 +164,13 @@ def test_biases_before_convolutions(tmp_path):
 
 
 def test_rows_that_ended_take_no_place(connect):
-    """Nor memory: the cache has the others alone."""
+    """Nor memory: the cache has the others alone, and what they will take is known."""
     policy = connect("qwen3_5_text")
-    decoder, sizes = white_box.decoder(policy), []
-    step = decoder.step
+    decoder, sizes, room = white_box.decoder(policy), [], []
+    step, each = decoder.step, kv_bytes(policy.base)
 
     def noted():
+        room.append((decoder.held // each, decoder.reserved // each))
         step()
         sizes.append([(len(batch.rows), len(batch.cache.layers[1].keys)) for batch in decoder._batches])
 
@@ -182,3 +184,25 @@ def test_rows_that_ended_take_no_place(connect):
     policy.sampler().result()  # and so the last step has ended
     assert [rows for batches in sizes for rows, _ in batches] == [6, 6, 4, 4, 2, 2, 2, 2]
     assert all(rows == cached for batches in sizes for rows, cached in batches)
+    assert room[0] == (6 * 14, 6 * 24)
+    assert room[-1] == (2 * 22, 2 * 24)
+
+
+def test_nothing_is_left_of_what_failed(connect):
+    """The next request is computed alone."""
+    policy = connect("bloom")
+    decoder = white_box.decoder(policy)
+    logits = decoder._logits
+
+    def broken(batch, tokens):
+        if batch.columns:
+            decoder._logits = logits
+            raise RuntimeError("no memory")
+        return logits(batch, tokens)
+
+    decoder._logits = broken
+    with pytest.raises(RuntimeError, match="no memory"):
+        sample_all(policy, [[5, 6, 7]])
+    shapes = computed(policy)
+    sample_all(policy, [[5, 6]], n=2)
+    assert shapes == [(1, 2)] + [(2, 1)] * 5
