@@ -13,8 +13,6 @@ import rlkit
 from rlkit.backends.protocol import LiveSampler, LiveSampling
 from tests.backends.live import PROMPT, Updating, step
 from tests.backends.local import white_box
-from tests.models.families import FAMILIES
-from tests.models.family import build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -25,18 +23,6 @@ ONE = rlkit.SamplingParams(max_tokens=1, stop=())
 LONG = rlkit.SamplingParams(max_tokens=60, stop=())
 BEGINNING = np.arange(20, 60)  # of three blocks of the prefix cache, less a token
 WAYS = ["llama", "mistral, window", "gemma2", "bloom", "mamba", "qwen3_5_text", "minimax_m3_vl_text", "openai-gpt"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made: dict[str, str] = {}
-
-    def folder(kind):
-        if kind not in made:
-            made[kind] = str(build(FAMILIES[kind], tmp_path_factory.mktemp("model")))
-        return made[kind]
-
-    return folder
 
 
 def connected(folder, **options):

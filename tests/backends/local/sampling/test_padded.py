@@ -25,18 +25,6 @@ ONE = rlkit.SamplingParams(max_tokens=1, stop=())
 MORE = rlkit.SamplingParams(max_tokens=6, stop=())
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made: dict[str, str] = {}
-
-    def folder(kind):
-        if kind not in made:
-            made[kind] = str(build(FAMILIES[kind], tmp_path_factory.mktemp("model")))
-        return made[kind]
-
-    return folder
-
-
 @pytest.fixture
 def connect(folders):
     """A policy of a kind, which has a decoder."""
