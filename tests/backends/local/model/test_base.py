@@ -232,5 +232,5 @@ def test_what_depends_on_other_tokens_is_seen(tiny, dtype):
     for dim, causal in ((None, True), (1, False), (0, False)):
         model = base.tree()
         if dim is not None:
-            model.lm_head.register_forward_pre_hook(lambda _, x, dim=dim: (x[0] + 3 * x[0].mean(dim, keepdim=True),))
+            model.lm_head.register_forward_pre_hook(lambda _, x, dim=dim: (x[0] + 9 * x[0].mean(dim, keepdim=True),))
         assert is_causal(model, base.text) == causal

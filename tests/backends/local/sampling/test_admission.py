@@ -182,6 +182,7 @@ def test_snapshots_that_take_turns_share_the_memory(policy, memory):
     futures = [sampler.sample([5, 6, 7, 8, 9], PARAMS, n=6, seed=1) for sampler in samplers]
     assert all(len(future.result()) == 6 for future in futures)
     assert len(policy._scheduler.decoders) == 2
+    assert {*policy._scheduler.decoders} <= {*policy.base.kv_account._holders}
     assert max(together) <= 6 + 1  # one is tried in any case
     assert seen
     idle = next(x for x in policy._scheduler.decoders if x.snapshot is samplers[1].snapshot)
