@@ -225,7 +225,7 @@ FAMILIES = {
     "minimax": Family(
         "minimax",
         {"num_local_experts": 4, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
-        "uncached",
+        "equal",
         NO_EXPERTS,
     ),
     "jamba": Family(

@@ -28,7 +28,7 @@ HEAD = """\
 LISTS = {  # of model types
     "packed": "decoded in slots, trained as a tree",
     "padded": "decoded in rows that are padded on the left",
-    "uncached": "decoded without a cache: the library's is wrong or not there",
+    "uncached": "decoded without a cache, in rows of one length: the library's fails",
 }
 LAYOUTS = "packed", "padded", "equal", "uncached"
 PROMPTS = ((3, 40), (17, 10), (17, 40), (30, 40))  # tokens, and those of completions: rows of one length end early

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import SamplingForward
@@ -37,13 +37,13 @@ class _Batch:
         rows: in the order of the cache.
         padding: int64 [B], columns before each row's first token.
         columns: of the cache, one for each token and each place of padding.
-        cache: of all their tokens but the last; None where the library has none.
+        cache: of all their tokens but the last; None where there is none from which rows can be taken.
     """
 
     rows: list[SampleRow]
     padding: np.ndarray
     columns: int = 0
-    cache: Cache | None = None
+    cache: DynamicCache | None = None
 
     def take(self, rows: Sequence[SampleRow], index: Sequence[int]) -> None:
         """Keep ``rows``, which continue those at ``index``."""
@@ -158,7 +158,8 @@ class PaddedDecoder(Decoder):
         with logits_to_keep(self.forward.model, torch.arange(1, rows + 1, device=device) * length - 1):
             out = self.forward.model(**arguments)
         batch.columns += length
-        batch.cache = out.get(self._cache_name) if cached else None
+        cache = out.get(self._cache_name)
+        batch.cache = cache if self._pads or _is_plain(cache) else None  # the former, tests show
         logits: torch.Tensor = out.logits[0]
         return logits
 
@@ -173,3 +174,12 @@ class PaddedDecoder(Decoder):
     def _note_rows(self) -> None:
         self._batches = [batch for batch in self._batches if batch.rows]
         self.rows = [row for batch in self._batches for row in batch.rows]
+
+
+def _is_plain(cache: object) -> bool:
+    """Return whether a cache has nothing but transformers' own layers, which know all that is kept of a row.
+
+    Others may keep more, which would stay where it is when rows are taken out.
+    """
+    layers = cache.layers if type(cache) is DynamicCache else [cache]
+    return all(type(layer).__module__ == DynamicCache.__module__ for layer in layers)

@@ -192,7 +192,7 @@ def test_lists():
         assert known == {family.model_type for family in FAMILIES.values() if family.layout == layout}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "doge", "minimax"])
+@pytest.mark.parametrize("name", ["gpt2", "doge", "xlstm"])
 def test_the_file_is_what_is_measured(name, tmp_path, monkeypatch):
     """And a file that says something else is found out."""
     assert measure.compare([name]) == {}

@@ -99,7 +99,7 @@ def test_tokens_and_their_versions(folders, kind, recompute):
         samples = [*group.result(), *other.result()]
         frozen = {v: s if v == 1 else s.result() for v, s in updating.frozen.items()}
         models = {v: wide(folders(kind), s.snapshot) for v, s in frozen.items()}
-        whole = kind == "openai-gpt"  # which has no cache
+        whole = kind in ("openai-gpt", "minimax_m3_vl_text")  # which have no cache from which rows can be taken
         for sample in samples:
             assert {*sample.token_versions.tolist()} == {1, 2, 4}
             own = anew(models, sample)

@@ -20,7 +20,7 @@ from rlkit.backends.local.sampling import _padded  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
 # Recurrences, convolutions and biases of positions that are padded; what is not; what has no cache.
-KINDS = ["qwen3_5_text", "falcon_h1", "bloom", "gpt_neo", "mamba", "llama4_text", "recurrent_gemma", "minimax"]
+KINDS = ["qwen3_5_text", "falcon_h1", "bloom", "gpt_neo", "mamba", "llama4_text", "recurrent_gemma", "minimax", "xlstm"]
 ONE = rlkit.SamplingParams(max_tokens=1, stop=())
 MORE = rlkit.SamplingParams(max_tokens=6, stop=())
 
@@ -98,7 +98,13 @@ def test_rows_enter_and_leave(kind, connect):
 
 
 @pytest.mark.parametrize(
-    ("kind", "begun"), [("bloom", [(3, 12)]), ("mamba", [(1, 12), (2, 8)]), ("recurrent_gemma", [(1, 12), (2, 8)])]
+    ("kind", "begun"),
+    [
+        ("bloom", [(3, 12)]),
+        ("mamba", [(1, 12), (2, 8)]),
+        ("recurrent_gemma", [(1, 12), (2, 8)]),
+        ("minimax", [(1, 12), (2, 8)]),
+    ],
 )
 def test_what_is_computed(kind, begun, connect):
     """A prompt once for all its rows; prompts of other lengths with it only where they may be padded."""
@@ -108,7 +114,7 @@ def test_what_is_computed(kind, begun, connect):
     sample_all(policy, [*prompts, prompts[0]], rlkit.SamplingParams(max_tokens=2, stop=()), n=3)
     assert sorted(shapes[: len(begun)]) == begun
     rows = {12: 3, 8: 9} if len(begun) > 1 else {12: 12}
-    cached = kind != "recurrent_gemma"
+    cached = kind in ("bloom", "mamba")
     assert sorted(shapes[len(begun) :]) == sorted((n, 1 if cached else size + 1) for size, n in rows.items())
 
 
