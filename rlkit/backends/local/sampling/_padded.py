@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import SamplingForward
@@ -43,7 +43,7 @@ class _Batch:
     rows: list[SampleRow]
     padding: np.ndarray
     columns: int = 0
-    cache: DynamicCache | None = None
+    cache: Cache | None = None
 
     def take(self, rows: Sequence[SampleRow], index: Sequence[int]) -> None:
         """Keep ``rows``, which continue those at ``index``."""
@@ -176,10 +176,10 @@ class PaddedDecoder(Decoder):
         self.rows = [row for batch in self._batches for row in batch.rows]
 
 
-def _is_plain(cache: object) -> bool:
+def _is_plain(cache: Cache | None) -> bool:
     """Return whether a cache has nothing but transformers' own layers, which know all that is kept of a row.
 
     Others may keep more, which would stay where it is when rows are taken out.
     """
-    layers = cache.layers if type(cache) is DynamicCache else [cache]
+    layers = [cache] if cache is None or type(cache) is not DynamicCache else cache.layers
     return all(type(layer).__module__ == DynamicCache.__module__ for layer in layers)
